@@ -317,10 +317,8 @@ class GroupFormation:
 
     def read_again(self) -> None:
         parallel = self._parallel
-        written = torch.tensor(any(part.replica.written() for part in parallel.parts), device=parallel.device)
-        if len(parallel.members) > 1:
-            dist.all_reduce(written, op=dist.ReduceOp.MAX, group=parallel.compute_group)
-        if written:
+        written = any(part.replica.written() for part in parallel.parts)
+        if any(parallel.process_groups.largest([written], parallel.compute_group)):
             self._exchange.read_weights()
         for part in parallel.parts:
             part.replica.own_frozen()  # frozen weights that the run's groups have written are this group's own, too

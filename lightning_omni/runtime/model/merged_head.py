@@ -203,12 +203,12 @@ class RemoteHead:
         """Return the gradients, with zeros for those that only other members have."""
         if not self._is_shared or len(gradients) == 1:  # without it there is no backward pass
             return list(gradients)
-        flags = torch.tensor([int(each is not None) for each in gradients], device=self._parallel.device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._parallel.compute_group)
+        are_there = [int(each is not None) for each in gradients]
+        flags = self._parallel.process_groups.largest(are_there, self._parallel.compute_group)
         mine = self._rows[self._parallel.members.index(self._parallel.rank)]
         return [
             gradient if gradient is not None or not flag else torch.zeros((mine, *shape[1:]), dtype=dtype)
-            for gradient, flag, (shape, dtype) in zip(gradients, flags.tolist(), self._shapes, strict=True)
+            for gradient, flag, (shape, dtype) in zip(gradients, flags, self._shapes, strict=True)
         ]
 
     def _gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
