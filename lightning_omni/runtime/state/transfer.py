@@ -165,12 +165,12 @@ class StateTransfer:
         self._parallel.barrier()
 
     def leave_to_server(self) -> None:
-        """Clear the states of optimizers that step at the server, and follow what other code does with them."""
+        """Clear the states of optimizers that step at the server, and follow other code's writes to them."""
         for part in self._parallel.parts:
             if not self._parallel.steps_at_worker:
                 for parameter in part.optimizer.state.keys() & set(part.replica.ordered):
                     del part.optimizer.state[parameter]
-                ServedState.install(part.optimizer, partial(self._warn_of_read, type(part.optimizer).__name__))
+                ServedState.install(part.optimizer)
 
     def _warn_of_lost_state(self) -> None:
         lost = [part.optimizer for part in self._parallel.parts if is_state_lost(part.optimizer)]
@@ -179,15 +179,6 @@ class StateTransfer:
                 "%s begins without the state that it had in a loop that has failed: the parameter server of that loop"
                 " had it; load that of a checkpoint before world.training()",
                 type(lost[0]).__name__,
-            )
-
-    def _warn_of_read(self, kind: str) -> None:
-        if self._parallel.is_recorder and self._parallel.control is not None:
-            _log.warning(
-                "optimizer.state of %s is read while the parameter server has it, and is empty on the ranks: what reads"
-                " it sees the state of a first step, and changes of its tensors are not possible; rank 0's"
-                " optimizer.state_dict() (with Lightning: a checkpoint) has the state",
-                kind,
             )
 
     def keep(self) -> None:
