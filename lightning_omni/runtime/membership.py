@@ -34,7 +34,10 @@ LEARN = 2.0
 
 
 class Connection:
-    """The joining and leaving of the server; the connection is `ParallelState.control` while it is open.
+    """The joining and leaving of the server, and the forming of groups; `ParallelState.control` is the open connection.
+
+    All live ranks form groups, or one group joins a running run, with the rank numbers that its `GroupRegistration` has
+    reserved.
 
     Attributes:
         on_stuck: called in a thread, with the reason, before this process is ended.
@@ -184,15 +187,7 @@ class Connection:
 
         threading.Thread(target=end, name="omni-end", daemon=True).start()
 
-
-class GroupFormation:
-    """The forming of groups by all live ranks, and the joining of a running run by one group.
-
-    The joining group has the rank numbers that its `GroupRegistration` has reserved.
-    """
-
-    def __init__(self, parallel: ParallelState, exchange: ServerExchange, connection: Connection) -> None:
-        self._parallel, self._exchange, self._connection = parallel, exchange, connection
+    # --- Groups are formed -------------------------------------------------------------------------------------------
 
     def form(
         self, groups: int | None = None, speeds: Mapping[int, float] | None = None, keeps_epoch: bool = False
@@ -280,7 +275,7 @@ class GroupFormation:
             OmniError: the run is over, or the server is gone or refuses.
         """
         parallel = self._parallel
-        self._connection.join()
+        self.join()
         assert parallel.registration is not None
         joined: m.Joined = m.decode(
             bytes.fromhex(ask_for_all(parallel.broadcast_text_at_launch, parallel.is_leader, self._ask_to_join)),

@@ -331,7 +331,7 @@ class ParallelState:
 
     @property
     def joins_running_run(self) -> bool:
-        """Return whether this rank's group joins, or has joined, a running run; see `GroupFormation.take_part`."""
+        """Return whether this rank's group joins, or has joined, a running run; see `Connection.take_part`."""
         return self.registration is not None and not self.registration.begins
 
     @property

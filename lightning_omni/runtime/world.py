@@ -34,7 +34,7 @@ from lightning_omni.runtime.loop_checks import (
     unwrapped,
     warn_of_no_update,
 )
-from lightning_omni.runtime.membership import LEARN, Connection, GroupFormation
+from lightning_omni.runtime.membership import LEARN, Connection
 from lightning_omni.runtime.model.external_writes import ExternalWrites
 from lightning_omni.runtime.model.merged_head import RemoteHead
 from lightning_omni.runtime.model.meshes import shown
@@ -114,7 +114,6 @@ class World(ParallelState):
         self.residuals = Residuals(self)
         self.exchange = ServerExchange(self)
         self.connection = Connection(self, self.exchange)
-        self._forming = GroupFormation(self, self.exchange, self.connection)
         self.parameter_groups = ParameterGroups(self, self.exchange)
         self.states = StateTransfer(self, self.exchange, self.residuals)
         self.external_writes = ExternalWrites(self, self.exchange, self.states)
@@ -238,9 +237,9 @@ class World(ParallelState):
             self.registration.close()
 
     def take_part(self) -> m.Joined:
-        """Join a running run with this rank's group: see `GroupFormation.take_part`."""
+        """Join a running run with this rank's group: see `Connection.take_part`."""
         self.executor.check_parts()
-        return self._forming.take_part()
+        return self.connection.take_part()
 
     def agree_on_recorder(self) -> None:
         """Agree in a sharded group whether it has the recorder, which may change meanwhile. All members call it."""
@@ -252,7 +251,7 @@ class World(ParallelState):
 
         All ranks of the group call it, before its first batch.
         """
-        self._forming.read_again()
+        self.connection.read_again()
         self.states.forget()
         self.external_writes.begin()
 
@@ -627,5 +626,5 @@ class World(ParallelState):
     def _form(
         self, groups: int | None = None, speeds: Mapping[int, float] | None = None, keeps_epoch: bool = False
     ) -> None:
-        self._forming.form(groups, speeds, keeps_epoch)
+        self.connection.form(groups, speeds, keeps_epoch)
         self.wrapper.average_over_replicas()

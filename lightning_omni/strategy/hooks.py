@@ -454,7 +454,7 @@ class OmniStrategyHooks(_Base):
         parts.reporting.ask(world)
         parts.epochs.finish()
         if world.executor.control is not None:
-            world.external_writes.finish()
+            world.executor.follow_writes()
             if warning := parts.reporting.warning(world):
                 self.namespace.info(f"OmniStrategy: {warning}")
             world.states.bring_to_all()

@@ -96,18 +96,6 @@ class ExternalWrites:
             self._hand_over(keep_states=not switched)
         self._know_states()
 
-    def finish(self) -> None:
-        """Copy the recorder's written weights and buffers to all ranks, which call it after training."""
-        weights, loose = self._all_reduce_max(self._written())
-        if weights and self._parallel.share is not None:
-            self._hand_over(keep_states=True)
-        elif weights:
-            parts = [part.replica for part in self._parallel.parts]
-            named = (each for part in parts for each in zip(part.parameters, part.weights(), strict=True))
-            take_from_rank_zero(named, self._parallel.process_groups.live)
-        if loose:
-            self._share_loose()
-
     # --- A step -------------------------------------------------------------------------------------------------------
 
     def check(self, part: Part) -> None:
