@@ -7,6 +7,7 @@ import logging
 import threading
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from datetime import timedelta
@@ -28,9 +29,9 @@ from lightning_omni.methods import Method
 from lightning_omni.methods.model.server_optimizer import held_by
 from lightning_omni.runtime._private import collectives_of, store_of
 from lightning_omni.runtime.executor import Executor
-from lightning_omni.runtime.model.buffer_sync import BufferSync, Merge, buffers_of
+from lightning_omni.runtime.model.buffer_sync import Merge, buffers_of
 from lightning_omni.runtime.model.replica import SAMPLED, fingerprints
-from lightning_omni.runtime.model.sharded import local_of
+from lightning_omni.runtime.model.tensor_sync import are_alike
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.process_groups import check_none_lost, is_switched
 
@@ -259,25 +260,18 @@ class RawStepGuard:
         """Watch all optimizers' steps in this context; ``steps`` returns the number of the world's own.
 
         Raises:
-            ConfigurationError: another optimizer steps wrapped weights; or only others step, or the weights move alone.
+            ConfigurationError: another optimizer steps wrapped weights, or only others step.
             UnsupportedError: a wrapped optimizer steps by itself.
         """
         self._stranger = ""
-        before = self._sums() if self._executor().exchanges and not self._parallel.parts else []
         guard = register_optimizer_step_pre_hook(self._refuse)
         try:
             yield
         finally:
             guard.remove()
-        if steps() or not self._executor().exchanges:
-            return
-        if self._stranger:
+        if self._stranger and self._executor().exchanges and not steps():
             raise ConfigurationError(
                 f"world.training(): no OmniOptimizer of this world has stepped, and {self._stranger} has; {_WRAP_THEM}"
-            )
-        if before and before != self._sums():
-            raise ConfigurationError(
-                f"world.training(): no OmniOptimizer was made, and the weights of the module have moved; {_WRAP_THEM}"
             )
 
     def _refuse(self, optimizer: Optimizer, *_: Any) -> None:
@@ -313,9 +307,6 @@ class RawStepGuard:
         for module in self.modules():
             yield from module.parameters()
 
-    def _sums(self) -> list[int]:
-        return [int(local_of(each).contiguous().view(-1).view(torch.uint8).sum()) for each in self._weights()]
-
 
 def unwrapped(trained: Iterable[Parameter], wrapped: Iterable[Module]) -> list[Module]:
     """Return the outermost modules in memory that hold trained weights which no wrapped module holds."""
@@ -341,30 +332,18 @@ def untrained_of(modules: Iterable[Module], trained: Container[Tensor]) -> dict[
     return dict(sorted((name, f"of checksum {mark:08x}") for name, mark in zip(names, marks, strict=True)))
 
 
-class OwnStatistics:
-    """The running statistics of the wrapped ``modules`` that are this rank's own, not merged by `World.enter_world`."""
-
-    def __init__(self, modules: Callable[[], Iterable[Module]]) -> None:
-        self._modules = modules
-        self._merged: dict[int, int] = {}
-
-    def merged(self, module: Module | None = None) -> None:
-        held = self._modules() if module is None else [module]
-        self._merged |= {id(each.tensor): mark for each, mark in _marked_statistics(held)}
-
-    def warn(self) -> None:
-        marked = _marked_statistics(self._modules())
-        if names := [each.name for each, mark in marked if self._merged.get(id(each.tensor)) != mark]:
-            _log.warning(
-                "world.training(): each rank has running statistics of its own after the loop (%s%s), and would"
-                " evaluate another model: call world.enter_world(net) as the loop's last line, which merges them",
-                *(names[0], f" and {len(names) - 1} more" if len(names) > 1 else ""),
-            )
-
-
-def _marked_statistics(modules: Iterable[Module]) -> list[tuple[BufferSync, int]]:
-    found = {id(each.tensor): each for module in modules for each in buffers_of(module) if each.merge is Merge.MEAN}
-    return [*zip(found.values(), fingerprints(each.tensor for each in found.values()), strict=True)]
+def warn_of_own_statistics(parallel: ParallelState, modules: Iterable[Module]) -> None:
+    """Warn if ranks have different running statistics in the wrapped ``modules`` after a loop. All ranks call it."""
+    held = {id(each.tensor): each for module in modules for each in buffers_of(module) if each.merge is Merge.MEAN}
+    marks = fingerprints(each.tensor for each in held.values())
+    [are_one] = are_alike([zlib.crc32(repr(marks).encode())], parallel.all_reduce_max)
+    if not are_one and held and parallel.is_recorder:
+        first, *others = (each.name for each in held.values())
+        _log.warning(
+            "world.training(): each rank has running statistics of its own after the loop (%s%s), and would"
+            " evaluate another model: call world.enter_world(net) as the loop's last line, which merges them",
+            *(first, f" and {len(others)} more" if others else ""),
+        )
 
 
 # --- What a loop does not hear of, or divides otherwise than meant ----------------------------------------------------

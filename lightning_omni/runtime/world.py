@@ -27,12 +27,12 @@ from lightning_omni.runtime.executor import Exchanging, Executor
 from lightning_omni.runtime.loop_checks import (
     ExitCheck,
     OwnSamplers,
-    OwnStatistics,
     RawStepGuard,
     check_may_begin,
     untrained_of,
     unwrapped,
     warn_of_no_update,
+    warn_of_own_statistics,
 )
 from lightning_omni.runtime.membership import LEARN, Connection
 from lightning_omni.runtime.model.external_writes import ExternalWrites
@@ -120,7 +120,6 @@ class World(ParallelState):
         self.versions = ValidationSnapshots(self, self.exchange, self.external_writes)
         self.wrapper = ModelWrapper(self, lambda: self.executor.not_reduced())
         self._raw_steps = RawStepGuard(self, lambda: self.executor)
-        self._statistics = OwnStatistics(self._raw_steps.modules)
         self._local = Executor(self.heads)
         self._exchanging = Exchanging(self, self.exchange, self.parameter_groups, self.external_writes, self.heads)
         self.wants_stop = self.is_finished = self.is_begun = self.is_in_loop = False
@@ -285,7 +284,6 @@ class World(ParallelState):
             self.begin()
             self.enter_compute()
             before = [part.replica.clock for part in self.parts] if self.executor.exchanges else None
-            self._statistics.merged()
             with self._guarded() as leaving:
                 try:
                     yield self
@@ -295,12 +293,13 @@ class World(ParallelState):
             was_synchronized = not self.is_computing
             self._synchronize(_END)
             if was_synchronized:
-                self._follow_writes()
+                self.executor.follow_writes()
+            if self.executor.exchanges:
+                warn_of_own_statistics(self, self._raw_steps.modules())
             if self.executor.exchanges and self.is_recorder:
                 has_moved = [part.replica.clock for part in self.parts] != before or self.method.evaluated == "mean"
                 if leaving.steps and not has_moved:
                     warn_of_no_update(self.method, leaving.steps)
-                self._statistics.warn()
             self._forget_own()
             if self.executor.control is not None:
                 self.states.bring_to_all()
@@ -483,9 +482,9 @@ class World(ParallelState):
         """Synchronize the groups: every rank gets the weights to evaluate. All ranks call it; it waits for them.
 
         Tensors that no optimizer moves become the same on all ranks: running statistics and the parameters of a
-        `torch.optim.swa_utils.AveragedModel` are averaged over the groups, counts of batches become the largest, and
-        other buffers, and other parameters that were written, rank 0's. Groups with weights of their own get these back
-        in `enter_compute`. If any rank of several groups ``wants_stop``, ``on_stop`` is called on all.
+        `torch.optim.swa_utils.AveragedModel` are averaged over the groups; other buffers, and other parameters that
+        were written, become rank 0's. Groups with weights of their own get these back in `enter_compute`. If any rank
+        of several groups ``wants_stop``, ``on_stop`` is called on all.
 
         Args:
             module: the model, with all that belongs to it (its average, for example); with None each group keeps its
@@ -505,19 +504,12 @@ class World(ParallelState):
             self.external_writes.watch(module)
             self.external_writes.merge(module)
         self._synchronize(what, module)
-        if self.is_in_loop and module is not None:
-            self._statistics.merged(module)
 
     def _synchronize(self, what: str, module: Module | None = None) -> None:
         reshard(self.wrapper.sharded)
         stops = self.executor.enter_world(module, self.wants_stop, what)
         if stops and self.on_stop is not None:
             self.on_stop()
-
-    def _follow_writes(self) -> None:
-        self.executor.follow_writes()
-        if self.external_writes.watched is not None:
-            self._statistics.merged(self.external_writes.watched)
 
     def wrap(self, module: Module, **ddp_options: Any) -> Module:
         """Wrap a module in DistributedDataParallel over the compute group, with rank 0's weights. All ranks call it.
@@ -599,7 +591,7 @@ class World(ParallelState):
             self.parameter_groups.agree()
         self.enter_world(module)
         if before.exchanges and groups == 1 and not computing:
-            self._follow_writes()
+            self.executor.follow_writes()
         if not before.exchanges:
             if groups == 1:
                 return ()

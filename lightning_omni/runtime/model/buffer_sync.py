@@ -1,7 +1,7 @@
 """Tensors that no optimizer moves (buffers, frozen parameters, averages), and their merge where groups synchronize.
 
 Inside an epoch they are each group's own. Running statistics of normalization layers, and averages of weights, become
-the mean over the groups, without a group in which they are not finite; counts of batches become the largest.
+the mean over the groups, without a group in which they are not finite.
 All others become those of the recorder, as under DDP those of rank 0: a mean of two queues, two codebooks or
 two vectors of unit length has no meaning.
 """
@@ -29,13 +29,10 @@ from lightning_omni.topology import RECORDER
 
 _STATISTICS = re.compile(r"(running|moving)_(mean|var|variance|std)")
 """Names of the statistics of normalization layers: torch's, and those of others with the same naming."""
-_BATCHES = "num_batches_tracked"
-"""The name of such a layer's count of batches."""
 
 
 class Merge(Enum):
     MEAN = auto()
-    LARGEST = auto()
     FIRST = auto()
 
 
@@ -50,12 +47,8 @@ class BufferSync:
 
 def buffers_of(module: Module) -> Iterator[BufferSync]:
     for name, buffer in module.named_buffers():
-        own = name.rpartition(".")[2]
-        if own == _BATCHES:
-            yield BufferSync(name, buffer, Merge.LARGEST)
-        else:
-            is_mean = _STATISTICS.fullmatch(own) and not _is_whole(buffer)
-            yield BufferSync(name, buffer, Merge.MEAN if is_mean else Merge.FIRST)
+        is_mean = _STATISTICS.fullmatch(name.rpartition(".")[2]) and not _is_whole(buffer)
+        yield BufferSync(name, buffer, Merge.MEAN if is_mean else Merge.FIRST)
 
 
 def average_of(module: Module) -> Iterator[BufferSync]:
@@ -97,7 +90,6 @@ def merge(parallel: ParallelState, untrained: Iterable[BufferSync]) -> None:
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         kinds[each.merge].append(replace(each, tensor=real))
     _average(parallel, kinds[Merge.MEAN])
-    _take_largest(kinds[Merge.LARGEST])
     _take_first(parallel, kinds[Merge.FIRST])
 
 
@@ -142,14 +134,6 @@ def _counts(parallel: ParallelState) -> bool:
         return True
     are_others_there = any(parallel.all_reduce_max([int(not parallel.joined_since_sync)]))
     return not (parallel.joined_since_sync and are_others_there)
-
-
-def _take_largest(untrained: Sequence[BufferSync]) -> None:
-    if untrained:
-        flat = torch.cat([each.tensor.long().cpu().flatten() for each in untrained])
-        dist.all_reduce(flat, op=dist.ReduceOp.MAX)
-        for part, each in zip(flat.split([each.tensor.numel() for each in untrained]), untrained, strict=True):
-            write(each.tensor, part.view_as(each.tensor), each.name)
 
 
 def _take_first(parallel: ParallelState, untrained: Sequence[BufferSync]) -> None:

@@ -140,7 +140,7 @@ def ranks_elsewhere(what: Module | Optimizer, members: Collection[int]) -> set[i
 
 
 class ReductionCheck:
-    """A check of gradients at an optimizer's first step: of the loop, of new groups, and of unfrozen parameters.
+    """A check of gradients at an optimizer's first step: of the loop, of new groups, and of other trained parameters.
 
     ``check_reduced`` raises an error if DDP has not averaged these parameters' gradients.
     """
@@ -149,7 +149,7 @@ class ReductionCheck:
         self, members: Collection[int], group: Any, check_reduced: Callable[[Collection[Parameter]], None]
     ) -> None:
         self._members, self._group, self._check_reduced = members, group, check_reduced
-        self._seen: dict[int, list[bool]] = {}
+        self._seen: dict[int, set[Parameter]] = {}
         self._handles: list[RemovableHandle] = []
 
     @contextmanager
@@ -185,31 +185,24 @@ class ReductionCheck:
     def checked(
         self, index: int, parameters: Iterable[Parameter], closure: Callable[[], Any] | None
     ) -> Callable[[], Any] | None:
-        """Compare gradients in the first step of each parameter; return the step's closure.
+        """Compare gradients in the first step of these parameters; return the step's closure.
 
         Raises:
             ConfigurationError: the members of the group have not averaged the gradients.
         """
-        if len(self._members) == 1:
+        trained = [each for each in parameters if each.requires_grad]
+        if len(self._members) == 1 or not trained or self._seen.get(index) == set(trained):
             return closure
-        parameters = list(parameters)
-        flags, known = [each.requires_grad for each in parameters], self._seen.get(index, [])
-        if flags == known:
-            return closure
-        self._seen[index] = flags
-        before = [*known[: len(flags)], *[False] * (len(flags) - len(known))]
-        fresh = [each for each, now, then in zip(parameters, flags, before, strict=True) if now and not then]
-        if not fresh:
-            return closure
+        self._seen[index] = set(trained)
         if closure is None:
-            self._compare(fresh)
+            self._compare(trained)
             return None
 
         def checked() -> Any:
             loss = closure()
-            if fresh:
-                self._compare(fresh)
-                fresh.clear()
+            if trained:  # it is the first evaluation
+                self._compare(trained)
+                trained.clear()
             return loss
 
         return checked
