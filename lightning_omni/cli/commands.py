@@ -18,9 +18,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from lightning_omni.cli.console import (
-    check_file,
     command_output,
-    make_folder,
     print_line,
     print_sentence,
     show,
@@ -151,7 +149,6 @@ def plan(
     samples: float | None = None,
     momentum: float | None = None,
     lr: float | None = None,
-    out: Path | None = None,
 ) -> int:
     """Predict how fast more machines, or another network, would train, and with how many groups.
 
@@ -173,7 +170,6 @@ def plan(
         samples: Samples that training takes with one group, to predict the time of the whole training.
         momentum: Momentum that suits a single group. By default the file's.
         lr: Learning rate that suits a single group. By default the file's.
-        out: Folder for the page, plan.html, and the picture.
     """
     check_above_zero({"samples": samples, "lr": lr})
     if batch_size is not None and not 1 <= batch_size < math.inf:
@@ -198,17 +194,10 @@ def plan(
     given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
     given |= {"per_node": True} if per_node else {}
     ways = exchanges_of(search, method, compression, period, all_reduce)
-    if out is not None:
-        make_folder("--out", out)
-        for each in of.files(out):
-            check_file("--out", each)
     planned = of.Plan(search, given, own, ways)
     show(*tables(planned, samples))
     for line in of.sentences(planned, samples):
         print_sentence(line)
-    if out is not None:
-        for each in of.save(planned, samples, out):
-            print_line(f"{'page' if each.suffix == '.html' else 'picture'}: {each}")
     return 0
 
 
