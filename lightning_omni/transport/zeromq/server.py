@@ -446,8 +446,6 @@ class ZeroMQServer:
         self.shared.keep(attached)
         self._untaken.tidy()
         self._answer_ranges = {key: memory for key, memory in self._answer_ranges.items() if key[0] in attached}
-        if self._segment_socket is not None:
-            self._segment_socket.tidy()
 
     def _send(self, out: list[Out]) -> None:
         for item in out:
