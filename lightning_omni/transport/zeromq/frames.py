@@ -5,17 +5,13 @@ frame, and its payload follows in ZeroMQ messages of two frames: an empty frame,
 If the payload is in memory that both processes share, a second frame of the message holds its range, and nothing
 follows. A larger message is announced by a `LargeMessage` and sent in such pieces, too.
 
-Large answers for which only the receiver waits, such as the weights for a joining group, are sent piece by piece, over
-many times the measured duration of a copy, and do not occupy the server and the link.
-
 Rule: an answer is consistent. It is copied before the next message, and the weights may change while it is sent.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy
@@ -182,59 +178,3 @@ def configure(socket: zmq.Socket[bytes], largest_frame: int) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEPT_ALIVE)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEPT_ALIVE)
-
-
-LONGER = 40.0
-"""Duration of sending as a multiple of that of a copy.
-
-Sending costs about three copies: into the socket, into the system, and the encryption. So it takes at most a tenth of
-one core meanwhile.
-"""
-LONGEST = 20.0
-"""The longest duration of sending in seconds: a joining group is to train, too."""
-
-
-@dataclass
-class _Stream:
-    """An answer that is being sent, with ``interval`` seconds between two pieces, the next of which is ``due``."""
-
-    socket: zmq.Socket[bytes]
-    peer: bytes
-    pieces: Iterator[memoryview]
-    interval: float
-    due: float
-
-
-class PacedAnswers:
-    """The large answers that are being sent; ``clock`` is that of the loop that waits until a piece is `due`."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._streams: deque[_Stream] = deque()
-
-    @property
-    def due(self) -> float:
-        return min((each.due for each in self._streams), default=float("inf"))
-
-    def begin(self, socket: zmq.Socket[bytes], peer: bytes, payload: Tensor) -> None:
-        """Start to send a payload (uint8, one-dimensional) over a ROUTER, after its message.
-
-        The payload may change afterwards. Send the peer nothing else on this socket meanwhile.
-        """
-        began = self._clock()
-        copy = payload.clone()
-        now = self._clock()
-        count = max(1, -(-copy.numel() // CHUNK))
-        interval = min(LONGER * (now - began), LONGEST) / count
-        self._streams.append(_Stream(socket, peer, chunks(copy), interval, now))
-
-    def send(self, attached: Container[bytes]) -> None:
-        """Send the pieces that are due, to ``attached`` connections only."""
-        now = self._clock()
-        for stream in [each for each in self._streams if each.due <= now]:
-            piece = next(stream.pieces, None)
-            if piece is None or stream.peer not in attached:
-                self._streams.remove(stream)
-                continue
-            stream.socket.send_multipart([stream.peer, CHUNK_MARK, piece], copy=True)
-            stream.due = now + stream.interval

@@ -40,11 +40,9 @@ from lightning_omni.transport.zeromq.frames import (
     LARGEST_ANSWER_FRAME,
     LARGEST_CONTROL_FRAME,
     LARGEST_DATA_FRAME,
-    LITTLE,
     PROBE,
     Assembly,
     Copies,
-    PacedAnswers,
     Untaken,
     message_frames,
 )
@@ -245,7 +243,6 @@ class ZeroMQServer:
         self._answer_ranges: dict[tuple[bytes, int], MemoryRange] = {}
         self._assemblies: dict[bytes, Assembly] = {}
         self._copies, self._untaken = Copies(), Untaken()
-        self._paced = PacedAnswers(self._clock)
         self._buffers: dict[bytes, dict[int, Tensor]] = {}
         self._refusals: dict[bytes, int] = {}
         self._received: dict[bytes, tuple[int, int]] = {}  # descriptor and received bytes of each rank's connection
@@ -267,7 +264,7 @@ class ZeroMQServer:
             self._coordinator.watch(poller)
         due = self._clock()
         while not until() and (self._coordinator is None or self._coordinator.is_connected):
-            awaited = min(due, self.core.due, self._paced.due) - self._clock()
+            awaited = min(due, self.core.due) - self._clock()
             ready = dict(poller.poll(int(max(0.0, awaited) * 1000) + 1))
             try:
                 for channel, socket in self._sockets.items():
@@ -279,7 +276,6 @@ class ZeroMQServer:
                     self._receive_from(self._coordinator)
                 if self.core.due <= self._clock():
                     self._send(self.core.tick(self._clock()))
-                self._paced.send(self.core.admission.attached)
                 if self._clock() >= due:
                     due = self._clock() + TICK
                     self._probe_connections()
@@ -468,9 +464,6 @@ class ZeroMQServer:
                 socket.send_multipart([item.peer, *frames])
             for part in item.payload if memory is None else ():
                 assert isinstance(part, Tensor)
-                if item.may_take_long and part.numel() > LITTLE:
-                    self._paced.begin(socket, item.peer, part)
-                    continue
                 self._copies.send(socket, item.peer, part)  # the weights change while the sockets still send
 
     def _put(self, item: Out) -> MemoryRange | None:
