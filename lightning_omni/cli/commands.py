@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from json import dumps
 from pathlib import Path
 from typing import Any, Literal
@@ -475,13 +476,40 @@ def top(
     observer = Observer(address, key, encryption, CONNECT_TIME)
     console = Console()
     if not once and sys.stdout.isatty() and not console.is_dumb_terminal:
-        return watch(console, observer, lambda: Observer(address, key, encryption, AGAIN), seconds)
-    try:
+        watch(console, observer, lambda: Observer(address, key, encryption, AGAIN), seconds)
+    with closing(observer):
         rates = Rates()
         rates.add(time.monotonic(), observer.overview())
         time.sleep(seconds)  # a rate needs two readings
         rates.add(time.monotonic(), overview := observer.overview())
-    finally:
-        observer.close()
-    show(picture(overview, rates, keys=False))
+    show(picture(overview, rates))
+    return 0
+
+
+# --- evict ------------------------------------------------------------------------------------------------------------
+
+
+def evict(address: str, group: str, bar: bool = False, key_file: Path | None = None, encryption: str = "curve") -> int:
+    """Evict a group from the run of a parameter server, as if it had died.
+
+    Its ranks exit with the reason; what it had drawn goes back to the pool, and the other groups continue.
+
+    Args:
+        address: Address of the server, as in tcp://host:5555.
+        group: Name of the group, as top shows it.
+        bar: Let no group that connects from the same addresses join any more, where groups join on their own.
+        key_file: File with the shared key. By default the key is that in LIGHTNING_OMNI_KEY, or else in the file that
+            lightning-omni serve creates.
+        encryption: "curve" or "off", the same as the server's.
+    """
+    # Imported here, so that --help does not wait for torch.
+    from lightning_omni.transport.zeromq.keys import load_key
+    from lightning_omni.transport.zeromq.observer import Observer
+
+    with closing(Observer(address, load_key(key_file), encryption, CONNECT_TIME)) as observer:
+        groups = {each.status.name: each.status for each in observer.overview().groups}
+        if group not in groups:
+            raise ConfigurationError(f"there is no group {group}; pass one of: {', '.join(groups) or 'none is there'}")
+        observer.evict(groups[group], bar)
+    print_line(f"group {group} is evicted")
     return 0
