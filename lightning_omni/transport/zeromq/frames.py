@@ -10,8 +10,8 @@ Rule: an answer is consistent. It is copied before the next message, and the wei
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Iterator, Sequence
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -27,11 +27,6 @@ CHUNK = 1 << 19
 """The most bytes of payload in one frame."""
 LITTLE = 8 * CHUNK
 """Bytes of payload up to which ZeroMQ itself copies: at 4 MB both ways take the same time, at 1 MB this 5 % less."""
-MOST_UNTAKEN = 16 << 20
-"""Bytes of answers that an observer has not read, with `_ENVELOPE` for each frame, above which it is sent no more.
-
-`doctor` requests half as many.
-"""
 _ENVELOPE = 4 << 10
 """An upper bound of the bytes that encryption adds to a frame."""
 LARGEST_CONTROL_FRAME = 64 << 10
@@ -128,36 +123,6 @@ class Copies:
                 self._free.append(block)
             else:
                 self._sent.append((block, tracker))
-
-
-class Untaken:
-    """A limit on answers that no rank waits for: a peer that does not read them is sent no more.
-
-    ZeroMQ would queue them without limit.
-    """
-
-    def __init__(self) -> None:
-        self._sent: dict[bytes, deque[tuple[int, zmq.MessageTracker]]] = {}
-        self._sizes: Counter[bytes] = Counter()
-
-    def add(self, peer: bytes, parts: Sequence[bytes]) -> list[zmq.Frame]:
-        """Return the frames of an answer to send now; none if the peer has left too much unread."""
-        sent = self._sent.setdefault(peer, deque())
-        while sent and sent[0][1].done:
-            self._sizes[peer] -= sent.popleft()[0]
-        if self._sizes[peer] > MOST_UNTAKEN:
-            return []
-        # ZeroMQ copies small frames by default, and does not report when a copied frame has been sent.
-        frames = [zmq.Frame(part, track=True, copy=False, copy_threshold=0) for part in parts]
-        for part, frame in zip(parts, frames, strict=True):
-            size = len(part) + _ENVELOPE  # a small frame costs more than its bytes
-            self._sizes[peer] += size
-            sent.append((size, frame.tracker))
-        return frames
-
-    def tidy(self) -> None:
-        for peer in [peer for peer, sent in self._sent.items() if all(tracker.done for _, tracker in sent)]:
-            del self._sent[peer], self._sizes[peer]
 
 
 def message_frames(message: Message, places: MemoryRanges = NO_RANGES) -> Iterator[list[Any]]:

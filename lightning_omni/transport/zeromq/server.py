@@ -43,7 +43,6 @@ from lightning_omni.transport.zeromq.frames import (
     PROBE,
     Assembly,
     Copies,
-    Untaken,
     message_frames,
 )
 from lightning_omni.transport.zeromq.guard import ConnectionGuard, RefusalLog, received_by
@@ -242,7 +241,7 @@ class ZeroMQServer:
             self._segment_socket = SegmentSocket(memory_path(self.address), self.shared)
         self._answer_ranges: dict[tuple[bytes, int], MemoryRange] = {}
         self._assemblies: dict[bytes, Assembly] = {}
-        self._copies, self._untaken = Copies(), Untaken()
+        self._copies = Copies()
         self._buffers: dict[bytes, dict[int, Tensor]] = {}
         self._refusals: dict[bytes, int] = {}
         self._received: dict[bytes, tuple[int, int]] = {}  # descriptor and received bytes of each rank's connection
@@ -440,7 +439,6 @@ class ZeroMQServer:
             for peer in kept.keys() - attached:
                 del kept[peer]
         self.shared.keep(attached)
-        self._untaken.tidy()
         self._answer_ranges = {key: memory for key, memory in self._answer_ranges.items() if key[0] in attached}
 
     def _send(self, out: list[Out]) -> None:
@@ -452,11 +450,7 @@ class ZeroMQServer:
                 continue
             if item.channel == m.CONTROL:
                 parts = [part if isinstance(part, bytes) else part.numpy().tobytes() for part in item.payload]
-                multipart: list[Any] = [m.encode(item.message), *parts]
-                if self.core.observers.has(item.peer):
-                    multipart = self._untaken.add(item.peer, multipart)
-                if multipart:
-                    self._reach([item.peer, *multipart])
+                self._reach([item.peer, m.encode(item.message), *parts])
                 continue
             socket = self._sockets[m.DATA]
             memory = self._put(item)
