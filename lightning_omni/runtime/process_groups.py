@@ -15,7 +15,6 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial, reduce
-from itertools import zip_longest
 from typing import Any
 from weakref import WeakKeyDictionary, WeakMethod, ref
 
@@ -327,7 +326,7 @@ class LiveWorld(dist.ProcessGroup):
         return _Done(list(tensors))
 
     allreduce_coalesced = allreduce
-    reduce = allreduce  # torch leaves open what the ranks get that did not ask for the sum
+    reduce = allreduce  # type: ignore[assignment]  # torch leaves open what the ranks get that did not ask for the sum
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         root = self.ranks[opts.rootRank]
@@ -339,13 +338,13 @@ class LiveWorld(dist.ProcessGroup):
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         """Gather every rank's tensor. If ranks have died meanwhile, the last outputs are zeros."""
-        for places, tensor in zip_longest(outputs, inputs, fillvalue=()):
+        for places, tensor in zip(outputs or [()], inputs, strict=True):
             parts = list(self._gather(f"all_gather({_signature(tensor)})", tensor).values())
             for index, place in enumerate(places):
                 place.copy_(parts[index]) if index < len(parts) else place.zero_()
         return _Done(list(outputs))
 
-    gather = allgather  # with outputs on one rank only
+    gather = allgather  # type: ignore[assignment]  # with outputs on one rank only
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
         """Gather every rank's tensor, concatenated. If ranks have died meanwhile, the end is zeros."""

@@ -74,7 +74,7 @@ class ExternalWrites:
     def _others_written(self) -> list[BufferSync]:
         loaded = {id(parameter) for part in self._parallel.parts for parameter in part.replica.served()}
         others = list(self.others())
-        found = list(compress(others, self._all_reduce_max(self._are_written(others, loaded))))
+        found = list(compress(others, self._parallel.all_reduce_max(self._are_written(others, loaded))))
         _check_whole(found)
         return found
 
@@ -86,7 +86,7 @@ class ExternalWrites:
         is_state_written = any(map(self._is_state_written, self._parallel.parts))
         is_other = is_state_written or any(map(self._changed_attribute, self._parallel.parts))
         written = [*self._written(), int(self.switched()), int(is_other)]
-        weights, loose, switched, others = self._all_reduce_max(written)
+        weights, loose, switched, others = self._parallel.all_reduce_max(written)
         if loose:
             self._share_loose()
             self.others_followed()
@@ -212,9 +212,6 @@ class ExternalWrites:
         seen = self._others_seen if len(self._others_seen) == len(others) else [0] * len(others)
         marks = iter(_marks(each for each in others if id(each.tensor) not in known))
         return [id(each.tensor) not in known and next(marks) != then for each, then in zip(others, seen, strict=True)]
-
-    def _all_reduce_max(self, numbers: Sequence[int]) -> list[int]:
-        return self._parallel.all_reduce_max(numbers) if numbers else []
 
 
 def _marks(untrained: Iterable[BufferSync]) -> list[int]:
