@@ -114,7 +114,8 @@ class Connection:
             address, key, run = parallel.options.server.address, load_key(), registration.run
         self._exchange.synchronizations = 0
         specs = tuple(spec for part in parallel.parts for spec in part.replica.layout_with({}).specs)
-        layout = Layout(specs, division=self._division)
+        ordered = (each for part in parallel.parts for each in part.replica.ordered)
+        layout = Layout(specs, division=division_of(ordered, parallel.mesh) if parallel.is_sharded else "")
         size = 0 if parallel.joins_running_run else parallel.size  # 0 if these ranks are not announced
         silence = registration.silence if registration is not None else 0.0
         try:
@@ -134,13 +135,6 @@ class Connection:
     def _divide(self) -> None:
         for part in self._parallel.parts:
             part.replica.divide(self._parallel.servers)
-
-    @property
-    def _division(self) -> str:
-        parallel = self._parallel
-        if not parallel.is_sharded:
-            return ""
-        return division_of((each for part in parallel.parts for each in part.replica.ordered), parallel.mesh)
 
     # --- To leave ----------------------------------------------------------------------------------------------------
 

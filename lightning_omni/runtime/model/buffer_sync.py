@@ -47,7 +47,7 @@ class BufferSync:
 
 def buffers_of(module: Module) -> Iterator[BufferSync]:
     for name, buffer in module.named_buffers():
-        is_mean = _STATISTICS.fullmatch(name.rpartition(".")[2]) and not _is_whole(buffer)
+        is_mean = _STATISTICS.fullmatch(name.rpartition(".")[2]) and (buffer.is_floating_point() or buffer.is_complex())
         yield BufferSync(name, buffer, Merge.MEAN if is_mean else Merge.FIRST)
 
 
@@ -94,7 +94,7 @@ def merge(parallel: ParallelState, untrained: Iterable[BufferSync]) -> None:
 
 
 def _check_shapes(parallel: ParallelState, untrained: Sequence[BufferSync]) -> None:
-    marks = [_mark(each.tensor) for each in untrained]
+    marks = [zlib.crc32(f"{each.tensor.dtype}{list(each.tensor.shape)}".encode()) for each in untrained]
     for each, is_one in zip(untrained, are_alike(marks, parallel.all_reduce_max), strict=True):
         if not is_one:
             raise UnsupportedError(
@@ -102,10 +102,6 @@ def _check_shapes(parallel: ParallelState, untrained: Sequence[BufferSync]) -> N
                 f" {parallel.rank}), and all go on with one value of it when groups synchronize; keep it in a plain"
                 " attribute, which remains each rank's own, or give it one shape"
             )
-
-
-def _mark(tensor: Tensor) -> int:
-    return zlib.crc32(f"{tensor.dtype}{list(tensor.shape)}".encode())
 
 
 def _average(parallel: ParallelState, untrained: Sequence[BufferSync]) -> None:
@@ -146,7 +142,3 @@ def _take_first(parallel: ParallelState, untrained: Sequence[BufferSync]) -> Non
         for part, each in zip(parts, differ, strict=True):
             values = part.clone().view(each.tensor.dtype)  # a copy is aligned
             write(each.tensor, values.view(each.tensor.shape), each.name)
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex())
