@@ -1319,3 +1319,17 @@ def test_what_an_optimizer_that_wraps_another_has_learnt_is_kept_in_the_form_of_
     resumed.load_state(replica.state())
     assert again.averages == optimizer.averages == [Tensor([1.0])]
     assert torch.equal(again.state[resumed.ordered[0]]["momentum_buffer"], torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("begun", "now", "is_several", "is_refused"),
+    [(8, 8, True, False), (8, 12, True, True), (-1, 4, True, True), (8, 12, False, False), (None, 12, True, False)],
+)
+def test_max_steps_that_change_inside_a_fit_of_several_groups_are_refused(
+    begun: int | None, now: int, is_several: bool, is_refused: bool
+) -> None:
+    run = EpochDriver("dynamic", print, print).run
+    run._begun_with, run.is_counted_together, run.step_limit = begun, is_several, 3
+    says = rf"^max_steps has changed from {begun} to {now} inside a fit.*should_stop = True.*groups=1$"
+    with pytest.raises(UnsupportedError, match=says) if is_refused else nullcontext():
+        assert run.limit_for(now) == 3
