@@ -81,7 +81,7 @@ class ExternalWrites:
     def others_followed(self) -> None:
         self._buffers_seen, self._others_seen = _marks(self.buffers()), _marks(self.others())
 
-    def follow(self, check_alike: Callable[[], None]) -> None:
+    def follow(self, check_alike: Callable[[], object]) -> None:
         """Distribute the recorder's writes since the last synchronization. All ranks call it.
 
         ``check_alike`` raises an error on all ranks, if their optimizers hold different parameters.

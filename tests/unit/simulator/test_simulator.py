@@ -1061,7 +1061,7 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
 
 def test_a_short_batch_of_several_members_is_dealt_in_pairs_and_replayed_so() -> None:
     data, events = TensorDataset(INPUTS[:7], LABELS[:7]), list[Event]()
-    options = {"data": data, "batch_size": 2, "limits": Limits(epochs=1), "record": events.append}
+    options: dict[str, Any] = {"data": data, "batch_size": 2, "limits": Limits(epochs=1), "record": events.append}
     trace = run("async_sgd", Topology(((0, 1), (2, 3))), computation=Computation(members_apart=True), **options)
     assert trace.work["samples"].tolist() == [2, 2, 2, 2], "two of three samples are trained by both members"
     samples = Samples(data, seed=0)

@@ -38,7 +38,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.runtime._private import (
@@ -234,7 +234,7 @@ class Epochs:
     validation: bool | None = None
 
     def __init__(self) -> None:
-        self.run = SimpleNamespace(step_limit=None, limit_for=lambda max_steps: self.run.step_limit)
+        self.run: Any = SimpleNamespace(step_limit=None, limit_for=lambda max_steps: self.run.step_limit)
         self.schedulers = SimpleNamespace(step=self.step_schedule)
         self.schedules: list[Any] = []
 
@@ -756,7 +756,7 @@ def test_metrics_are_known_without_being_computed(trainer: Trainer) -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_the_data_that_loaders_iterate_are_found(workers: int) -> None:
-    held, idle = DataLoader([1, 2], num_workers=workers), DataLoader([3])  # type: ignore[arg-type]
+    held, idle = (DataLoader(TensorDataset(torch.ones(size)), num_workers=workers) for size in (2, 3))
     for _ in held:
         assert held.dataset in iterated_datasets()
         assert idle.dataset not in iterated_datasets()
