@@ -175,7 +175,7 @@ class Checkpoints:
             if progress is not None:
                 if cut.epoch != -1:
                     _count_as_ddp(checkpoint, progress)
-                schedules = epochs.schedulers.catch_up_in(checkpoint, progress)
+                schedules = epochs.schedulers.counts_at(progress)
                 ranks = progress.reference.ranks if cut.epoch == -1 else 0  # whose batches the loops count
                 checkpoint[ENTRY] = RunCheckpoint(
                     cut, groups, progress, schedules=schedules, samples=samples, ranks=ranks
@@ -202,7 +202,7 @@ class Checkpoints:
                 "server": server,
                 "states": states,
             }
-        more |= {"schedules": epochs.schedulers.catch_up_in(checkpoint, progress), "samples": samples}
+        more |= {"schedules": epochs.schedulers.counts_at(progress), "samples": samples}
         checkpoint[ENTRY] = RunCheckpoint(cut, groups, progress, **more).to_plain()
 
     def save_folder(

@@ -275,7 +275,7 @@ class RunCheckpoint:
         server: state of the method's server side, for each optimizer.
         states: each group's own state: memory and senders for each optimizer and, where optimizers step at the workers,
             weights and optimizer state. Empty if they were training.
-        schedules: for each scheduler, its count, and its count if it had kept pace; nothing for one that counts no
+        schedules: for each scheduler, its steps in the epoch, made and due at the cut; nothing for one that counts no
             steps.
         folder: the folder with the tensors of ``server`` and ``states``; None if these contain them.
     """

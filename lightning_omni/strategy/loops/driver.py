@@ -50,9 +50,8 @@ from lightning_omni.strategy.loops.epoch import (
     has_lightning_sampler,
 )
 from lightning_omni.strategy.loops.limits import size_of
-from lightning_omni.strategy.loops.paced_schedulers import Schedule
 from lightning_omni.strategy.loops.progress import RunProgress
-from lightning_omni.strategy.loops.run_schedulers import Plateaus, RunSchedulers
+from lightning_omni.strategy.loops.run_schedulers import Leads, Plateaus, RunSchedulers
 from lightning_omni.strategy.loops.validation import PublishedValidation
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.messages import Batch, EpochPlan
@@ -133,12 +132,12 @@ class EpochDriver:
         self.run.start(self.world.tensor_parallel, self._entered.samples if self._entered is not None else None)
         if self.leases is not None:
             self.run.limit_steps(self.is_open_ended)
-        self.schedulers.start(count_from_here=self.leases is not None)
+        self.schedulers.start()
         self._pace()
 
-    def enter(self, entered: EntryPoint, schedule: Schedule) -> None:
+    def enter(self, entered: EntryPoint, leads: Leads) -> None:
         """Record the entry into a running run, before this group's loops begin."""
-        self._entered, self.schedulers.bases = entered, schedule
+        self._entered, self.schedulers.leads = entered, leads
         self.run.enter(entered.progress)
 
     def finish(self) -> None:
@@ -151,7 +150,6 @@ class EpochDriver:
         self.data.forget()
         self.published.forget()
         self.run.forget()
-        self.schedulers.forget()
         self._epoch, self._entered = EpochState(), None
         self._trainer, self._world = None, None
 
@@ -209,10 +207,8 @@ class EpochDriver:
             self.world.core.last_answer, progress=self.run.now().samples, stop=""
         )
         self.schedulers.begin_epoch()
-        self._follow_schedulers()
         if entered is not None:
-            self.schedulers.catch_up()
-        self.schedulers.note_synchronized()
+            self.schedulers.step()
         if self.data.is_dynamic:
             if entered is not None:
                 leases.restart(plan.epoch)  # draws from the book at the server
@@ -221,7 +217,7 @@ class EpochDriver:
         elif self.is_open_ended:
             leases.begin_local(plan, resumed=True)
         # The remaining samples may form more batches than under DDP; a reload may have brought the first leases.
-        if self.is_open_ended and not self.schedulers.are_paced:
+        if self.is_open_ended and not self.schedulers.is_paced:
             self._pace()
         self.run.limit_steps(self.is_open_ended)
 
@@ -295,7 +291,6 @@ class EpochDriver:
             by_hand.end_batch()
         if self.leases is not None:
             self.leases.end_batch(will_step(self.trainer) if by_hand is None else by_hand.unstepped == 0)
-        self.schedulers.keep_up()
         epoch = self._epoch
         epoch.is_counted = self.trainer.is_last_batch
         if not (self.world.executor.exchanges or self.is_open_ended):
@@ -356,8 +351,7 @@ class EpochDriver:
         if self._epoch.is_skipped and not self._epoch.is_counted:  # the group that skips has done so in its last batch
             step_schedules_by_epoch(trainer)
         self.run.end(trainer.current_epoch, trained if is_cut_short else None)
-        self._follow_schedulers()
-        self.schedulers.catch_up()
+        self.schedulers.step()
         self.is_open_ended, self._epoch.validates = False, None
 
     def after_hooks_of_end(self) -> None:
@@ -381,10 +375,6 @@ class EpochDriver:
         if plan is None or self.leases is None or not self.is_open_ended:
             return None
         return done if self._epoch.is_over else self.run.expected_batches(plan, done)
-
-    @property
-    def paces_schedules(self) -> bool:
-        return self.is_open_ended or self.schedulers.are_paced
 
     def stepped_by_batches(self, configs: list[Any]) -> list[Any]:
         if not (self.is_open and self.is_open_ended and self._epoch.plan is not None):
@@ -452,6 +442,7 @@ class EpochDriver:
         self.published.end_all()
         self.world.check_left()
         self.world.enter_world(module)
+        self.schedulers.step()
         trainer, mine = self.trainer, self.trainer.global_step
         counts = step_counters(trainer)
         # The server tells groups of dynamic data alike of a stop; others may meet here before they have heard of it.
@@ -609,11 +600,6 @@ class EpochDriver:
     def _pace(self) -> None:
         if self.leases is not None and self.data.kind == "dynamic":
             self.schedulers.keep_pace(self.data.is_dynamic or self.is_open_ended)
-
-    def _follow_schedulers(self) -> None:
-        if self.schedulers.are_others:
-            self.schedulers.release()
-            self._pace()
 
     # --- Regrouping --------------------------------------------------------------------------------------------------
 
