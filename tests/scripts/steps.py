@@ -368,7 +368,7 @@ def validated(groups: int, then: int | None, **options: Any) -> dict[str, Any]:
 FITS: dict[str, Callable[[], dict[str, Any]]] = {
     "regrouped": lambda: limited(Net(), 1, regroup=(0, 4, 2), max_steps=20),
     "regrouped at the end": lambda: limited(Net(), 1, regroup=(0, 19, 2), max_steps=20),
-    "by hand, regrouped": lambda: limited(ByHand(), 2, regroup=(0, 4, 1), max_steps=20),
+    "by hand": lambda: limited(ByHand(), 2, max_steps=20),
     "by hand, windows": lambda: limited(ByHand(4), 2, regroup=(1, 4, 1), max_steps=14),
     "by hand, scheduled": lambda: by_hand(),
     "by count": lambda: by_count("trainer"),

@@ -332,10 +332,6 @@ def accumulation_windows(trainer: Trainer, epochs: int) -> list[int]:
     return []
 
 
-def manual_steps(trainer: Trainer) -> int:
-    return int(trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed)
-
-
 def set_progress_counters(trainer: Trainer, counters: list[int]) -> None:
     current, total, *steps = counters
     batch: Any = trainer.fit_loop.epoch_loop.batch_progress

@@ -43,11 +43,11 @@ from lightning_omni.strategy.lightning_internals.metrics import (
 from lightning_omni.strategy.loops.epoch import (
     DataSizes,
     EntryPoint,
-    EpochEnd,
     EpochState,
     LeasedData,
-    difference,
     has_lightning_sampler,
+    rates_of,
+    warning_of_rates,
 )
 from lightning_omni.strategy.loops.limits import size_of
 from lightning_omni.strategy.loops.progress import RunProgress
@@ -277,8 +277,6 @@ class EpochDriver:
 
     def begin_batch(self) -> None:
         self.begin(self.trainer.current_epoch)  # a resumed epoch starts without its first hook
-        if self.run.by_hand is not None:
-            self.run.by_hand.begin_batch()
         if self.leases is not None:
             self.leases.begin_batch()
             if self.is_open_ended:
@@ -287,10 +285,8 @@ class EpochDriver:
 
     def end_batch(self) -> None:
         """End a batch; decide with the other groups to continue, validate or stop."""
-        if (by_hand := self.run.by_hand) is not None:
-            by_hand.end_batch()
         if self.leases is not None:
-            self.leases.end_batch(will_step(self.trainer) if by_hand is None else by_hand.unstepped == 0)
+            self.leases.end_batch(will_step(self.trainer))
         epoch = self._epoch
         epoch.is_counted = self.trainer.is_last_batch
         if not (self.world.executor.exchanges or self.is_open_ended):
@@ -318,17 +314,10 @@ class EpochDriver:
             else:
                 epoch.validates = False
                 self.run.stop_here()
-        elif self.is_open_ended and not epoch.is_over and self._is_limit_reached_by_hand:
-            self.run.stop_here()  # `end` reports it to the other groups
 
     def _check_window(self) -> None:
         counts = self.schedulers.count_steps or self.run.max_steps != -1
         self._epoch.check_window(int(self.trainer.accumulate_grad_batches), counts)
-
-    @property
-    def _is_limit_reached_by_hand(self) -> bool:
-        self.run.keep_up()
-        return self.run.limits.is_reached_by_hand(self.run.now())
 
     def end(self, module: Module) -> None:
         trainer = self.trainer
@@ -357,15 +346,17 @@ class EpochDriver:
     def after_hooks_of_end(self) -> None:
         """Stop all ranks if a hook of the epoch's end has requested it on any of them.
 
-        Warn once if learning rates or last steps differ between ranks.
+        Warn once if learning rates differ between ranks.
         """
         if not self.world.executor.exchanges:
             return
-        trainer, by_hand = self.trainer, self.run.by_hand
-        mine = EpochEnd.of(trainer, by_hand.unstepped if by_hand is not None else 0)
-        ends = mine.of_all(self.world.process_groups.live)
-        trainer.should_stop |= any(end.stops for end in ends.values())
-        if not self._have_differed and (sentence := difference(ends)):
+        trainer, live = self.trainer, self.world.process_groups.live
+        mine = msgspec.json.encode((should_stop_now(trainer), rates_of(trainer)))
+        of_all = live.contribute("the end of an epoch", mine)
+        ends: dict[int, tuple[bool, list[float]]] = {rank: msgspec.json.decode(each) for rank, each in of_all}
+        trainer.should_stop |= any(stops for stops, _ in ends.values())
+        rates = {rank: each for rank, (_, each) in ends.items()}
+        if not self._have_differed and (sentence := warning_of_rates(trainer.current_epoch - 1, rates)):
             self._have_differed = True
             self._warn(f"OmniStrategy: {sentence}")
 
@@ -443,7 +434,7 @@ class EpochDriver:
         self.world.check_left()
         self.world.enter_world(module)
         self.schedulers.step()
-        trainer, mine = self.trainer, self.trainer.global_step
+        trainer, is_limit_reached = self.trainer, self.run.is_limit_reached
         counts = step_counters(trainer)
         # The server tells groups of dynamic data alike of a stop; others may meet here before they have heard of it.
         stops = not self.data.is_dynamic and (self._stopping or should_stop_now(trainer))
@@ -456,7 +447,7 @@ class EpochDriver:
         set_step_counters(trainer, self.published.not_before(counts))
         lower_last_average_step(trainer)
         copy_checkpoint_records(trainer, self.world.broadcast_from_recorder)
-        if self.run.step_limit == mine:
+        if is_limit_reached:
             self.run.stop_here()
         if is_last:
             self._stop_with_others(bool(has_ended), is_end)

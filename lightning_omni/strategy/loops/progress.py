@@ -26,7 +26,7 @@ from lightning_omni.strategy.lightning_internals.loops import (
     set_progress_counters,
 )
 from lightning_omni.strategy.loops.epoch import LeasedData
-from lightning_omni.strategy.loops.limits import FitLimits, StepsByHand, size_of
+from lightning_omni.strategy.loops.limits import FitLimits, size_of
 from lightning_omni.wire.messages import EpochPlan, SnapshotId
 from lightning_omni.wire.messages.data import Spans
 from lightning_omni.wire.steps_and_samples import Progress
@@ -95,10 +95,7 @@ class RunProgress:
         If this group has joined, ``entered`` samples of the current epoch are trained.
         """
         trainer = self.trainer
-        before, self._limits = self._limits, FitLimits(trainer, ranks_per_batch)
-        by_hand = before.by_hand if before is not None and before.trainer is trainer else None
-        if self._limits.by_hand is not None and by_hand is not None:
-            self._limits.by_hand = by_hand  # in a further fit the loops' counts are no longer this rank's own
+        self._limits = FitLimits(trainer, ranks_per_batch)
         self._recounted_samples = self._count_resumed()
         self._resumed_batches = trainer.current_epoch, batches_resumed(trainer)
         self.step_limit = None
@@ -227,19 +224,17 @@ class RunProgress:
 
     def align(self, all_reduce_max: Callable[[list[int]], list[int]]) -> None:
         """Give ranks of different groups the same counts, and so the same validations."""
-        mine, by_hand = progress_counters(self.trainer), self.by_hand
-        *theirs, batches, steps = all_reduce_max([*mine, *(by_hand.counts if by_hand is not None else (0, 0))])
+        mine = progress_counters(self.trainer)
+        theirs = all_reduce_max(mine)
         if mine != theirs:
             set_progress_counters(self.trainer, theirs)
-        if by_hand is not None:
-            by_hand.counts = batches, steps
 
     def end(self, epoch: int, trained: int | None) -> None:
         """End an epoch, after ``trained`` samples if a rank has skipped its remainder or stopped the run."""
         if self.progress is None:
             return
         over = self.now().steps_before(epoch + 1)
-        if self.max_steps != -1 and self.trainer.lightning_module.automatic_optimization:
+        if self.max_steps != -1:
             over = min(over, self.max_steps)  # max_steps may have ended the run inside the epoch
         if trained is not None:
             over = min(over, replace(self.progress, samples=trained).steps)
@@ -297,10 +292,6 @@ class RunProgress:
     def max_steps(self) -> int:
         return self._limits.max_steps if self._limits is not None else -1
 
-    @property
-    def by_hand(self) -> StepsByHand | None:
-        return self._limits.by_hand if self._limits is not None else None
-
     def steps_left(self) -> int | None:
         """Return the steps of DDP that are left when a fit begins; None if unknown.
 
@@ -326,9 +317,8 @@ class RunProgress:
         return max(0, min(bounds)) if bounds else None
 
     def steps_at(self, progress: Progress) -> int:
-        automatic = self.trainer.lightning_module.automatic_optimization
         # max_steps may end the run inside an epoch.
-        return min(progress.steps, self.max_steps) if automatic and self.max_steps != -1 else progress.steps
+        return progress.steps if self.max_steps == -1 else min(progress.steps, self.max_steps)
 
     def limit_steps(self, is_open_ended: bool) -> None:
         """Keep this rank's own steps from ending the run if they are not those of DDP."""
