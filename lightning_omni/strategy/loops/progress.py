@@ -13,7 +13,6 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from lightning_omni.runtime import World
-from lightning_omni.runtime.leased_loader import RankLeases
 from lightning_omni.runtime.state.checkpoint import RunCheckpoint
 from lightning_omni.strategy.lightning_internals.callbacks import reloads
 from lightning_omni.strategy.lightning_internals.loops import (
@@ -53,7 +52,6 @@ class RunProgress:
         self._world: World | None = None
         self._limits: FitLimits | None = None
         self._resumed_batches = (-1, 0)  # number of the epoch, and batches of each rank
-        self._resumed_ranks = self._recounted_samples = 0
         self.progress: Progress | None = None
         self.past: Progress | None = None
         self.resumed, self.resumed_samples = SnapshotId(), 0
@@ -79,7 +77,6 @@ class RunProgress:
     def resume(self, saved: RunCheckpoint) -> None:
         self.resumed, self.resumed_samples, self.past = saved.cut, saved.samples, saved.progress
         self.is_counted_together = saved.progress is not None or saved.cut.epoch != -1
-        self._resumed_ranks = saved.ranks
 
     def restored(self) -> None:
         """Prevent a run whose max_steps are taken from beginning, after the loops have loaded a checkpoint."""
@@ -96,7 +93,7 @@ class RunProgress:
         """
         trainer = self.trainer
         self._limits = FitLimits(trainer, ranks_per_batch)
-        self._recounted_samples = self._count_resumed()
+        self._count_resumed()
         self._resumed_batches = trainer.current_epoch, batches_resumed(trainer)
         self.step_limit = None
         if self._data.leases is None:
@@ -109,31 +106,18 @@ class RunProgress:
         elif self.past is None and not self.is_counted_together:
             self.progress = self._limits.counted(self.progress)
 
-    def _count_resumed(self) -> int:
-        """Count the batches that other ranks have trained as those of this run's, and return their samples, or 0."""
-        leases, trainer, ranks = self._data.leases, self.trainer, self._resumed_ranks
-        is_of_groups = self.resumed.epoch != -1
-        if leases is None or not trainer.fit_loop.restarted_mid_epoch:
-            return 0
-        if not is_of_groups and ranks in (0, leases.world_size):
-            return 0
-        if is_at_last_batch(trainer):  # at its end, where Lightning has counted the epoch already
-            recount(trainer, int(trainer.num_training_batches))
-            return 0
-        if is_of_groups:
-            if self._fits(trainer.current_epoch):
-                self._count_spans(leases)
-            return 0
-        samples, reference = batches_trained(trainer) * ranks * leases.batch_size, self.limits.reference(leases)
-        recount(trainer, samples // reference.samples * reference.window)
-        return samples
-
-    def _count_spans(self, leases: RankLeases) -> None:
+    def _count_resumed(self) -> None:
         """Count the batches that several groups have trained as those of all ranks of this run."""
-        trainer, reference = self.trainer, self.limits.reference(leases)
-        trained, whole = size_of(self.trained_spans(trainer.current_epoch)), int(trainer.num_training_batches)
-        batches = max(1, trained // reference.samples) * reference.window
-        recount(trainer, whole if trained >= leases.total else min(batches, whole - 1))
+        leases, trainer = self._data.leases, self.trainer
+        if leases is None or self.resumed.epoch == -1 or not trainer.fit_loop.restarted_mid_epoch:
+            return
+        whole, reference = int(trainer.num_training_batches), self.limits.reference(leases)
+        if is_at_last_batch(trainer):  # at its end, where Lightning has counted the epoch already
+            recount(trainer, whole)
+        elif self._fits(trainer.current_epoch):
+            trained = size_of(self.trained_spans(trainer.current_epoch))
+            batches = max(1, trained // reference.samples) * reference.window
+            recount(trainer, whole if trained >= leases.total else min(batches, whole - 1))
 
     def forget(self) -> None:
         self.progress, self.resumed, self._trainer, self._world = None, SnapshotId(), None, None
@@ -163,11 +147,11 @@ class RunProgress:
         leases = self._data.leases
         if leases is None:
             return ()
-        if self.resumed.epoch == -1:  # one group or DDP saved it, without leases; all ranks have the same count
+        if self.resumed.epoch == -1:  # one group or DDP saved it: all ranks have the same count of batches
             at, batches = self._resumed_batches
             if self._limits is None or at != epoch:
                 return ()
-            trained = self._recounted_samples or batches * self._limits.reference(leases).batch
+            trained = batches * self._limits.reference(leases).batch
             return ((0, min(trained, leases.total)),) if trained else ()
         if not self._fits(epoch):
             return ()

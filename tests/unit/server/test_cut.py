@@ -146,7 +146,7 @@ def as_payload(tree: Any) -> Any:
 @pytest.mark.parametrize("travels", [as_file, as_payload])
 @pytest.mark.parametrize(
     "saved",
-    [SAVED, RunCheckpoint(CUT, 2, PROGRESS), RunCheckpoint(CUT, 3), RunCheckpoint(ranks=3)],
+    [SAVED, RunCheckpoint(CUT, 2, PROGRESS), RunCheckpoint(CUT, 3)],
     ids=["whole", "weights", "static", "one group"],
 )
 def test_what_a_checkpoint_says_of_a_run_is_saved_and_sent_as_plain_data(travels: Any, saved: RunCheckpoint) -> None:
