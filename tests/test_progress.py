@@ -46,8 +46,9 @@ def test_the_bar_of_a_fast_group_never_exceeds_its_total_and_ends_at_it(place: i
 def test_there_is_one_short_entry_and_the_loggers_get_all(place: int, run: Run) -> None:
     result = run.results[0][place]
     ours = {name: text for name, text in result["entries"].items() if "omni" in name}
-    assert list(ours) == ["omni/staleness_mean"]
+    assert list(ours) == ["omni/stale"]
     assert {"omni/staleness_mean", "omni/updates_per_s", "omni/step_time"} <= set(result["keys"])
+    assert "omni/stale" not in result["keys"]
 
 
 @pytest.mark.processes
@@ -56,7 +57,7 @@ def test_the_entry_fits_eighty_columns(run: Run) -> None:
     assert lines
     assert max(map(len, lines)) <= 80
     for line in lines:  # whole, and there is still a bar
-        assert re.search(r"\d%\|.+\| +\d+/\d+ \[.* v_num=\d+, omni/staleness_mean=[\d.]+\]", line), line
+        assert re.search(r"\d%\|.+\| +\d+/\d+ \[.* v_num=\d+, omni/stale=[\d.]+\]", line), line
 
 
 @pytest.mark.processes

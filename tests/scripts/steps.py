@@ -369,7 +369,7 @@ FITS: dict[str, Callable[[], dict[str, Any]]] = {
     "regrouped": lambda: limited(Net(), 1, regroup=(0, 4, 2), max_steps=20),
     "regrouped at the end": lambda: limited(Net(), 1, regroup=(0, 19, 2), max_steps=20),
     "by hand": lambda: limited(ByHand(), 2, max_steps=20),
-    "by hand, windows": lambda: limited(ByHand(4), 2, regroup=(1, 4, 1), max_steps=14),
+    "by hand, windows": lambda: limited(ByHand(4), 2, regroup=(1, 4, 1), max_steps=20),
     "by hand, scheduled": lambda: by_hand(),
     "by count": lambda: by_count("trainer"),
     "by count of the loader": lambda: by_count("loader"),

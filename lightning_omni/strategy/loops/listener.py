@@ -184,13 +184,15 @@ class Listener:
             if world.control is not None:
                 self._watch_staleness()
                 values |= live_metrics(world.control.status, self._staleness, parts.step_times)
+                values["omni/stale"] = values["omni/staleness_mean"]  # short, for the progress bar
                 if (loss := loss_in(outputs, trainer.accumulate_grad_batches)) is not None:
                     world.control.metrics = {**world.control.metrics, "loss": float(loss.float().mean())}
             forget_batch_results(trainer, self._logged.keys() - values.keys())  # of groups that are gone
             self._logged = values
             for name, value in values.items():
+                in_bar = name == "omni/stale"
                 # Lightning needs a batch size where training_step draws its batches.
-                pl_module.log(name, value, prog_bar=name == "omni/staleness_mean", batch_size=1)
+                pl_module.log(name, value, prog_bar=in_bar, logger=not in_bar, batch_size=1)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.failures.note(exception)

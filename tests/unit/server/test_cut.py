@@ -147,7 +147,7 @@ def as_payload(tree: Any) -> Any:
 @pytest.mark.parametrize(
     "saved",
     [SAVED, RunCheckpoint(CUT, 2, PROGRESS), RunCheckpoint(CUT, 3)],
-    ids=["whole", "weights", "static", "one group"],
+    ids=["whole", "weights", "static"],
 )
 def test_what_a_checkpoint_says_of_a_run_is_saved_and_sent_as_plain_data(travels: Any, saved: RunCheckpoint) -> None:
     plain = travels(saved.to_plain())

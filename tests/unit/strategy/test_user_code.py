@@ -804,7 +804,7 @@ def test_a_rank_that_dies_in_an_evaluation_after_a_fit_ends_it_and_one_that_dies
         parts: Any = SimpleNamespace(
             strategy=strategy, signals=signals, current_world=world, is_evaluating=is_evaluating
         )
-        assert Launching(parts, bool, bool)._on_child_death(1, -9) is not is_evaluating
+        assert Launching(parts, bool, bool).on_death(1, -9) is not is_evaluating
 
 
 @pytest.mark.parametrize("indices", [["a", "b"], [("a", 1)], torch.tensor([2, 0]), range(3)])
