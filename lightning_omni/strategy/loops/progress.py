@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from lightning_omni.runtime import World
 from lightning_omni.runtime.state.checkpoint import RunCheckpoint
-from lightning_omni.strategy.lightning_internals.callbacks import reloads
 from lightning_omni.strategy.lightning_internals.loops import (
     accumulation_windows,
     batches_resumed,
@@ -277,28 +276,13 @@ class RunProgress:
         return self._limits.max_steps if self._limits is not None else -1
 
     def steps_left(self) -> int | None:
-        """Return the steps of DDP that are left when a fit begins; None if unknown.
-
-        Epochs are assumed to be as long as the first one.
-        """
-        trainer, progress = self.trainer, self.progress
-        if not trainer.lightning_module.automatic_optimization:
+        """Return the steps of DDP that are left when a fit begins, as Lightning estimates them; None if unknown."""
+        trainer = self.trainer
+        if not trainer.lightning_module.automatic_optimization or accumulation_windows(trainer, 1):
             return None
-        epoch, epochs = trainer.current_epoch, trainer.max_epochs
-        bounds = []
-        if self.max_steps != -1:
-            bounds.append(self.max_steps - (trainer.global_step if progress is None else self.now().steps))
-        batches = trainer.num_training_batches if progress is None else progress.batches
-        is_alike = batches != math.inf and not reloads(trainer)
-        if epochs is not None and epochs >= 0 and is_alike:
-            accumulated = int(trainer.accumulate_grad_batches)
-            windows = accumulation_windows(trainer, epochs)[epoch:] or [accumulated] * (epochs - epoch)
-            if progress is None:
-                made = self._resumed_batches[1] // accumulated
-            else:
-                made = self.now().steps - progress.steps_before(progress.epochs)
-            bounds.append(sum(-(-int(batches) // window) for window in windows) - made)
-        return max(0, min(bounds)) if bounds else None
+        steps = trainer.estimated_stepping_batches
+        made = trainer.global_step if self.progress is None else self.now().steps
+        return None if steps in (-1, math.inf) else max(0, int(steps) - made)
 
     def steps_at(self, progress: Progress) -> int:
         # max_steps may end the run inside an epoch.
