@@ -76,7 +76,11 @@ class EpochDriver:
         check_every: samples between two synchronization points in an epoch in which groups wait for no validation; 0
             for none.
         on_check: called on every rank at these points.
+        trainer: from `connect` on, as is ``world``.
     """
+
+    trainer: Trainer
+    world: World
 
     def __init__(
         self,
@@ -99,8 +103,6 @@ class EpochDriver:
         self.is_open = False
         self.is_open_ended = self.is_cut_short = False
         self.batches_cut_short = 0
-        self._trainer: Trainer | None = None
-        self._world: World | None = None
         self.schedulers = RunSchedulers(self.run, self._steps)
         self._plateaus = Plateaus()
         self.published.on_heard = self._step_plateaus
@@ -115,7 +117,7 @@ class EpochDriver:
     # --- The run -----------------------------------------------------------------------------------------------------
 
     def connect(self, trainer: Trainer, world: World) -> None:
-        self._trainer, self._world = trainer, world
+        self.trainer, self.world = trainer, world
         self.data.connect(world)
         self.published.connect(trainer, world)
         self.run.connect(trainer, world)
@@ -151,22 +153,12 @@ class EpochDriver:
         self.published.forget()
         self.run.forget()
         self._epoch, self._entered = EpochState(), None
-        self._trainer, self._world = None, None
-
-    @property
-    def trainer(self) -> Trainer:
-        assert self._trainer is not None
-        return self._trainer
 
     @property
     def _is_for_user(self) -> bool:
-        trainer = self._trainer
-        return trainer is None or (is_inside_hook(trainer) and not loops_iterate(trainer))
-
-    @property
-    def world(self) -> World:
-        assert self._world is not None
-        return self._world
+        if not self.data.is_in_fit:
+            return True
+        return is_inside_hook(self.trainer) and not loops_iterate(self.trainer)
 
     @property
     def leases(self) -> RankLeases | None:
@@ -316,7 +308,7 @@ class EpochDriver:
                 self.run.stop_here()
 
     def _check_window(self) -> None:
-        counts = self.schedulers.count_steps or self.run.max_steps != -1
+        counts = self.schedulers.count_steps or self.run.limits.max_steps != -1
         self._epoch.check_window(int(self.trainer.accumulate_grad_batches), counts)
 
     def end(self, module: Module) -> None:
@@ -384,11 +376,10 @@ class EpochDriver:
 
         A hook thus finds the rank's own last batch by its number.
         """
-        trainer = self._trainer
-        if trainer is None or not (self.is_open and self.is_open_ended) or loops_iterate(trainer):
+        if not (self.is_open and self.is_open_ended) or loops_iterate(self.trainer):
             return batches
-        trained = trainer.fit_loop.batch_idx + 1
-        return trained if trained and trainer.is_last_batch else max(batches, trained + 1)
+        trained = self.trainer.fit_loop.batch_idx + 1
+        return trained if trained and self.trainer.is_last_batch else max(batches, trained + 1)
 
     def interrupt(self, module: Module) -> None:
         """End the run inside an epoch: the groups synchronize for the last time.
@@ -417,7 +408,7 @@ class EpochDriver:
 
     def before_validation(self, module: Module) -> None:
         """Synchronize the groups for a validation; first notify them if a callback requests a stop."""
-        if self._world is None or not self.is_open:
+        if not self.is_open:
             return  # no training is under way: validation after the fit, or without one
         if self.published.evaluates or self.published.version is not None:
             return
@@ -497,7 +488,7 @@ class EpochDriver:
         progress, trainer = self.run.now(), self.trainer
         if self.run.limits.steps_left(progress.steps_before(plan.epoch + 1)) == 0:
             self.run.stop_here()
-            steps = self.run.max_steps
+            steps = self.run.limits.max_steps
             self._info(
                 f"OmniStrategy: max_steps={steps} reached: the groups have trained as many samples as {steps} steps of"
                 f" all {self.world.size} ranks; this group made {trainer.global_step} steps"
@@ -547,11 +538,11 @@ class EpochDriver:
     def validate(self, run: Callable[[], Any]) -> Any:
         if self.published.evaluates:
             return self.published.run(run, self.run.now())
-        if self._world is None or not self.is_open:
+        if not self.is_open:
             return run()
-        if self._world.executor.control is None:
+        if self.world.executor.control is None:
             before = cached_metrics(self.trainer)
-            returned = self._divided(run, *self._world.data_rank)  # ranks may have been lost
+            returned = self._divided(run, *self.world.data_rank)  # ranks may have been lost
             self._step_plateaus(before, self._epoch.is_over)
             return returned
         self.before_validation(self.trainer.lightning_module)

@@ -71,6 +71,10 @@ class LeasedData:
     def connect(self, world: World) -> None:
         self._world = world
 
+    @property
+    def is_in_fit(self) -> bool:
+        return self._world is not None
+
     def start(self) -> None:
         if self._world is not None:
             self._world.core.data = self.leases

@@ -43,13 +43,16 @@ class RunProgress:
         resumed_samples: samples in the dataset at that moment.
         is_counted_together: whether several groups have trained the run.
         step_limit: the loops' max_steps, in this rank's steps; None for the Trainer's.
+        trainer: from `connect` on.
+        limits: from `start` on.
     """
+
+    trainer: Trainer
+    limits: FitLimits
+    _world: World
 
     def __init__(self, data: LeasedData, warn: Callable[[str], None]) -> None:
         self._data, self._warn = data, warn
-        self._trainer: Trainer | None = None
-        self._world: World | None = None
-        self._limits: FitLimits | None = None
         self._resumed_batches = (-1, 0)  # number of the epoch, and batches of each rank
         self.progress: Progress | None = None
         self.past: Progress | None = None
@@ -60,7 +63,7 @@ class RunProgress:
     # --- The run -----------------------------------------------------------------------------------------------------
 
     def connect(self, trainer: Trainer, world: World) -> None:
-        self._trainer, self._world = trainer, world
+        self.trainer, self._world = trainer, world
         if self.is_counted_together:
             self._suspend_limit()
 
@@ -91,7 +94,7 @@ class RunProgress:
         If this group has joined, ``entered`` samples of the current epoch are trained.
         """
         trainer = self.trainer
-        self._limits = FitLimits(trainer, ranks_per_batch)
+        self.limits = FitLimits(trainer, ranks_per_batch)
         self._count_resumed()
         self._resumed_batches = trainer.current_epoch, batches_resumed(trainer)
         self.step_limit = None
@@ -99,11 +102,11 @@ class RunProgress:
             return
         epoch = trainer.current_epoch
         self.check_resumed(epoch)
-        self.progress = self._limits.progress(self._data.leases, epoch, self.trained_spans(epoch), self.past)
+        self.progress = self.limits.progress(self._data.leases, epoch, self.trained_spans(epoch), self.past)
         if entered is not None:
             self.advance(entered)
         elif self.past is None and not self.is_counted_together:
-            self.progress = self._limits.counted(self.progress)
+            self.progress = self.limits.counted(self.progress)
 
     def _count_resumed(self) -> None:
         """Count the batches that several groups have trained as those of all ranks of this run."""
@@ -119,17 +122,7 @@ class RunProgress:
             recount(trainer, whole if trained >= leases.total else min(batches, whole - 1))
 
     def forget(self) -> None:
-        self.progress, self.resumed, self._trainer, self._world = None, SnapshotId(), None, None
-
-    @property
-    def trainer(self) -> Trainer:
-        assert self._trainer is not None
-        return self._trainer
-
-    @property
-    def limits(self) -> FitLimits:
-        assert self._limits is not None
-        return self._limits
+        self.progress, self.resumed = None, SnapshotId()
 
     # --- An epoch ----------------------------------------------------------------------------------------------------
 
@@ -148,9 +141,9 @@ class RunProgress:
             return ()
         if self.resumed.epoch == -1:  # one group or DDP saved it: all ranks have the same count of batches
             at, batches = self._resumed_batches
-            if self._limits is None or at != epoch:
+            if at != epoch:
                 return ()
-            trained = batches * self._limits.reference(leases).batch
+            trained = batches * self.limits.reference(leases).batch
             return ((0, min(trained, leases.total)),) if trained else ()
         if not self._fits(epoch):
             return ()
@@ -195,7 +188,6 @@ class RunProgress:
     @property
     def seen(self) -> int:
         """Return the number of this epoch's trained positions as known to this rank, and so to its group."""
-        assert self._world is not None
         assert self._data.leases is not None
         if not self._data.is_dynamic:
             return size_of(self._data.leases.trained_spans)
@@ -217,8 +209,8 @@ class RunProgress:
         if self.progress is None:
             return
         over = self.now().steps_before(epoch + 1)
-        if self.max_steps != -1:
-            over = min(over, self.max_steps)  # max_steps may have ended the run inside the epoch
+        if self.limits.max_steps != -1:
+            over = min(over, self.limits.max_steps)  # max_steps may have ended the run inside the epoch
         if trained is not None:
             over = min(over, replace(self.progress, samples=trained).steps)
         reference = self.progress.reference
@@ -271,10 +263,6 @@ class RunProgress:
 
     # --- Steps -------------------------------------------------------------------------------------------------------
 
-    @property
-    def max_steps(self) -> int:
-        return self._limits.max_steps if self._limits is not None else -1
-
     def steps_left(self) -> int | None:
         """Return the steps of DDP that are left when a fit begins, as Lightning estimates them; None if unknown."""
         trainer = self.trainer
@@ -286,7 +274,7 @@ class RunProgress:
 
     def steps_at(self, progress: Progress) -> int:
         # max_steps may end the run inside an epoch.
-        return progress.steps if self.max_steps == -1 else min(progress.steps, self.max_steps)
+        return progress.steps if self.limits.max_steps == -1 else min(progress.steps, self.limits.max_steps)
 
     def limit_steps(self, is_open_ended: bool) -> None:
         """Keep this rank's own steps from ending the run if they are not those of DDP."""
@@ -303,7 +291,7 @@ class RunProgress:
     def count_together(self) -> None:
         """Let the samples end the run, since groups were formed inside an epoch."""
         self.is_counted_together = True
-        if self.max_steps != -1 and not self.is_limit_reached:
+        if self.limits.max_steps != -1 and not self.is_limit_reached:
             self.step_limit = sys.maxsize
 
     def stop_here(self) -> None:
@@ -318,8 +306,5 @@ class RunProgress:
     def is_whole(self) -> bool:
         """Return whether a finished epoch of several groups is whole, because max_steps has not ended it."""
         return (
-            self.is_counted_together
-            and self.progress is not None
-            and self._limits is not None
-            and self._limits.steps_left(self.progress.steps) != 0
+            self.is_counted_together and self.progress is not None and self.limits.steps_left(self.progress.steps) != 0
         )

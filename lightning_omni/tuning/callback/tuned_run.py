@@ -276,7 +276,7 @@ class TunedRun:
 
     @property
     def _limits(self) -> list[float]:
-        most, steps = self.trainer.max_epochs, self.strategy.parts.epochs.run.max_steps
+        most, steps = self.trainer.max_epochs, self.strategy.parts.epochs.run.limits.max_steps
         by_epochs = [] if most in (None, -1) else [float(most or 0)]
         return by_epochs if steps == -1 else [*by_epochs, steps * self.window / self.batches]
 

@@ -159,7 +159,6 @@ def test_what_a_checkpoint_says_of_a_run_is_saved_and_sent_as_plain_data(travels
     assert repr(again.server) == repr(saved.server) or (not again.server and not saved.server)
     assert repr(again.states) == repr(saved.states)
     assert (list(again.schedules), again.samples) == (list(saved.schedules), saved.samples)
-    assert again.ranks == saved.ranks
 
 
 @pytest.mark.parametrize("version", [VERSION - 1, VERSION + 1])

@@ -135,7 +135,7 @@ def test_a_checkpoint_tells_by_how_much_the_schedule_of_the_group_that_saves_was
     early = rank0(saved, "before an exchange")
     done = sum(stop - start for start, stop in early["trained"]) // 16
     [[made, due]] = early["schedules"]
-    assert early["scheduled"] == made > due == done
+    assert early["scheduled"] == made >= due == done
 
 
 def test_inside_an_epoch_a_checkpoint_has_the_servers_weights_whatever_a_module_says_that_its_state_is(
@@ -173,7 +173,7 @@ def test_a_state_that_was_read_and_not_saved_is_in_no_later_checkpoint() -> None
 def test_a_group_that_joins_is_not_ended_by_the_counts_of_the_one_that_records() -> None:
     run = RunProgress(SimpleNamespace(leases=None), lambda _: None)  # type: ignore[arg-type]
     for most, limit in ((-1, None), (5, sys.maxsize)):
-        run._trainer = SimpleNamespace(max_steps=most)  # type: ignore[assignment]
+        run.trainer = SimpleNamespace(max_steps=most)  # type: ignore[assignment]
         run.enter(None)
         assert run.step_limit == limit
 

@@ -757,7 +757,8 @@ def test_training_data_that_are_iterated_in_a_hook_or_after_the_fit_are_not_for_
     module = pl.LightningModule()
     trainer: Any = SimpleNamespace(lightning_module=module, fit_loop=SimpleNamespace())
     after = epochs._is_for_user
-    epochs._trainer = trainer
+    epochs.trainer = trainer
+    epochs.data.connect(World())
     in_loops = epochs._is_for_user
     module._current_fx_name = "on_train_epoch_start"
     in_hook = epochs._is_for_user
@@ -1150,7 +1151,7 @@ def test_other_accumulation_inside_an_epoch_is_refused_where_steps_are_counted_i
     run.start()
     limits: Any = SimpleNamespace(max_steps=max_steps)
     trainer: Any = SimpleNamespace(accumulate_grad_batches=4)
-    epochs._trainer, epochs.run._limits, epochs.schedulers = trainer, limits, run.schedulers
+    epochs.trainer, epochs.run.limits, epochs.schedulers = trainer, limits, run.schedulers
     epochs._check_window()
     epochs._check_window()
     epochs._epoch = type(epochs._epoch)()
