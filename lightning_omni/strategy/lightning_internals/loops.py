@@ -19,10 +19,6 @@ if TYPE_CHECKING:
 # --- Steps of learning-rate schedulers --------------------------------------------------------------------------------
 
 
-def step_schedules_by_epoch(trainer: Trainer) -> None:
-    trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-
-
 def step_schedule(trainer: Trainer, scheduler: Any) -> None:
     progress = trainer.fit_loop.epoch_loop.scheduler_progress
     progress.increment_ready()

@@ -29,7 +29,6 @@ from lightning_omni.strategy.lightning_internals.loops import (
     set_step_counters,
     should_stop_now,
     step_counters,
-    step_schedules_by_epoch,
     validates_by_time,
     validates_this_epoch,
     will_step,
@@ -280,7 +279,6 @@ class EpochDriver:
         if self.leases is not None:
             self.leases.end_batch(will_step(self.trainer))
         epoch = self._epoch
-        epoch.is_counted = self.trainer.is_last_batch
         if not (self.world.executor.exchanges or self.is_open_ended):
             return
         if self.is_open_ended:
@@ -329,8 +327,8 @@ class EpochDriver:
             # Any rank may request the stop, even now. A group that received a stop has a limit, but has requested none.
             trainer.should_stop |= bool(ends) and (bool(was_asked) or not is_limit_reached)
         self.is_open = False
-        if self._epoch.is_skipped and not self._epoch.is_counted:  # the group that skips has done so in its last batch
-            step_schedules_by_epoch(trainer)
+        if self._epoch.is_skipped:
+            self.schedulers.step("epoch")
         self.run.end(trainer.current_epoch, trained if is_cut_short else None)
         self.schedulers.step()
         self.is_open_ended, self._epoch.validates = False, None

@@ -299,7 +299,6 @@ class EpochState:
         is_over: whether this group has trained its last batch.
         is_skipped: whether another group has ended the epoch early.
         is_check: whether all groups synchronize after this batch without a validation.
-        is_counted: whether schedules have counted the epoch.
         is_last: whether no group trains on after this synchronization.
         has_ended: whether a group is already at its end, so that none validates.
         window: ``accumulate_grad_batches`` in this group's last batch; 0 before the first one.
@@ -311,7 +310,6 @@ class EpochState:
     is_over: bool = False
     is_skipped: bool = False
     is_check: bool = False
-    is_counted: bool = False
     is_last: bool = False
     has_ended: bool = False
     window: int = 0

@@ -25,7 +25,6 @@ from lightning_omni.strategy.lightning_internals.callbacks import (
 from lightning_omni.strategy.lightning_internals.loops import (
     control_loops,
     release_loops,
-    step_schedules_by_epoch,
     unlease_loaders,
 )
 from lightning_omni.strategy.lightning_internals.metrics import (
@@ -165,10 +164,9 @@ class Listener:
         if self._nested.is_running:
             return
         if not self._has_begun:  # the loader has yielded None, and Lightning has called no hook of the batch's start
-            was_last = trainer.is_last_batch
             self.on_train_batch_start(trainer, pl_module, batch, batch_idx)
-            if trainer.is_last_batch and not was_last:  # the loop did not know when it stepped schedules
-                step_schedules_by_epoch(trainer)
+            if trainer.is_last_batch and not self.parts.epochs.is_cut_short:  # the loop did not know of it before
+                self.parts.epochs.schedulers.step("epoch")
         self._has_begun = False
         parts, world = self.parts, self.parts.world
         parts.merged.step_done()

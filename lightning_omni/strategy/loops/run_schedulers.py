@@ -79,7 +79,7 @@ class RunSchedulers:
         return self.is_paced and any(config.interval == "step" for config in self._configs)
 
     def step(self, interval: str = "step") -> None:
-        """Call the module's hook until the schedulers of an interval have reached the run's progress."""
+        """Call the module's hook until paced schedulers of an interval have reached the run's progress."""
         for config in self._configs if self.is_paced else ():
             if config.interval == interval:
                 now = self._steps() if interval == "step" else self._run.trainer.current_epoch + 1
