@@ -300,10 +300,7 @@ def _address_of(tensor: Tensor) -> int:
 
 
 def set_batches(loops: Mapping[str, Any], batches: int, is_over: bool = False) -> None:
-    """Set the batch count of an epoch to that of DDP, in place, if its last batch is over, or is not.
-
-    From a group's own count Lightning would not recognize that the epoch is over.
-    """
+    """Set the batch count of an epoch to that of DDP, in place, if its last batch is over, or is not."""
     progress = loops["fit_loop"]["epoch_loop.batch_progress"]
     if progress["is_last_batch"] == is_over:
         current = progress["current"]

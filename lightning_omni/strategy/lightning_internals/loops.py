@@ -108,10 +108,7 @@ def set_batch_agreement(trainer: Trainer, agree: Callable[[], None] | None) -> N
 
 
 def seed_workers(trainer: Trainer, loader: object, rank: int) -> None:
-    """Seed a loader's workers by this rank, where `seed_everything` requests that.
-
-    Lightning would do so later, by the rank in the Trainer's group.
-    """
+    """Seed a loader's workers by this rank, as Lightning would do later by the rank in the Trainer's group."""
     if hasattr(loader, "worker_init_fn"):
         package = call_module(trainer).__name__.removesuffix(".call")
         sys.modules[f"{package}.connectors.data_connector"]._auto_add_worker_init_fn(loader, rank)

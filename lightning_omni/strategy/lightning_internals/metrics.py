@@ -84,11 +84,7 @@ class _UnevenListGather:
 
 
 def patch_list_gather(is_needed: Callable[[], bool]) -> None:
-    """Patch metrics to gather lists (of one tensor per batch or image) of different lengths, as objects.
-
-    torchmetrics gathers the tensors one by one. ``is_needed`` returns whether ranks may have trained different numbers
-    of batches.
-    """
+    """Patch metrics to gather lists as objects if ``is_needed``: torchmetrics needs as many tensors on all ranks."""
     restore_list_gather()
     Metric._sync_dist = _UnevenListGather(Metric._sync_dist, is_needed)  # type: ignore[method-assign,assignment]
 

@@ -249,10 +249,7 @@ class EpochDriver:
 
     @property
     def _is_resumed_by_one_group(self) -> bool:
-        """Return whether a single group resumes an epoch that several groups had begun.
-
-        The epoch then ends with its samples: the checkpoint's batch count is that of one of these groups.
-        """
+        """Return whether a single group resumes an epoch of several groups, which ends with its samples."""
         return self.data.kind == "dynamic" and not self.data.is_dynamic and self.run.is_resumed_inside
 
     def resume_order(self) -> None:
@@ -370,10 +367,7 @@ class EpochDriver:
             self._plateaus.validated(self.trainer, before, plan, batches, now.reference.batch)
 
     def own_batches(self, batches: float) -> float:
-        """Return how many batches this rank trains in the epoch, as far as known, from their number under DDP.
-
-        A hook thus finds the rank's own last batch by its number.
-        """
+        """Return this rank's batches in the epoch, by whose number a hook finds its last one."""
         if not (self.is_open and self.is_open_ended) or loops_iterate(self.trainer):
             return batches
         trained = self.trainer.fit_loop.batch_idx + 1

@@ -335,10 +335,7 @@ def rates_of(trainer: Trainer) -> list[float]:
 
 
 def warning_of_rates(epoch: int, rates: Mapping[int, Sequence[float]]) -> str:
-    """Return a warning that learning rates differ between ranks; an empty string if they do not.
-
-    They are compared only where numbers of parameter groups agree: some ranks may add theirs later.
-    """
+    """Return a warning that learning rates differ between ranks with as many parameter groups, or ""."""
     same_groups = len({len(each) for each in rates.values()}) == 1
     differing = [each for each in zip(*rates.values(), strict=False) if same_groups and len({*each}) > 1]
     if not differing:
