@@ -481,7 +481,6 @@ class Run:
 
     def __init__(self, *configs: Any, hook: Hook | None = None, is_automatic: bool = True) -> None:
         self.steps, self.progress = 0, Progress(ReferenceBatch(ranks=2, batch_size=4), batches=20)
-        calls = SimpleNamespace(increment_ready=lambda: None, increment_completed=lambda: None)
         module = pl.LightningModule()
         module.automatic_optimization = is_automatic
         if hook is not None:
@@ -489,7 +488,6 @@ class Run:
         self.trainer: Any = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=9)
         self.trainer.strategy.connect(module)
         self.trainer.strategy.lr_scheduler_configs = list(configs)
-        self.trainer.fit_loop.epoch_loop.scheduler_progress = calls
         self.schedulers = RunSchedulers(cast(Any, self), lambda: self.steps)
 
     def now(self) -> Progress:
