@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from lightning_omni.errors import UnsupportedError
 from lightning_omni.runtime import World
 from lightning_omni.runtime.state.checkpoint import RunCheckpoint
 from lightning_omni.strategy.lightning_internals.loops import (
@@ -59,11 +60,12 @@ class RunProgress:
         self.resumed, self.resumed_samples = SnapshotId(), 0
         self.is_counted_together = False
         self.step_limit: int | None = None
+        self._begun_with: int | None = None  # the Trainer's max_steps when the run started
 
     # --- The run -----------------------------------------------------------------------------------------------------
 
     def connect(self, trainer: Trainer, world: World) -> None:
-        self.trainer, self._world = trainer, world
+        self.trainer, self._world, self._begun_with = trainer, world, None
         if self.is_counted_together:
             self._suspend_limit()
 
@@ -94,7 +96,7 @@ class RunProgress:
         If this group has joined, ``entered`` samples of the current epoch are trained.
         """
         trainer = self.trainer
-        self.limits = FitLimits(trainer, ranks_per_batch)
+        self.limits, self._begun_with = FitLimits(trainer, ranks_per_batch), int(trainer.max_steps)
         self._count_resumed()
         self._resumed_batches = trainer.current_epoch, batches_resumed(trainer)
         self.step_limit = None
@@ -296,6 +298,20 @@ class RunProgress:
 
     def stop_here(self) -> None:
         self.step_limit = self.trainer.global_step
+
+    def limit_for(self, max_steps: int) -> int | None:
+        """Return `step_limit` for loops that have this ``max_steps`` now.
+
+        Raises:
+            UnsupportedError: user code has changed it since several groups began.
+        """
+        if self.is_counted_together and self._begun_with not in (None, max_steps):
+            raise UnsupportedError(
+                f"max_steps has changed from {self._begun_with} to {max_steps} inside a fit, and several groups were"
+                " dealt the samples of as many steps as it was: set trainer.should_stop = True to end the run earlier,"
+                " change it between two fits, or use groups=1"
+            )
+        return self.step_limit
 
     @property
     def is_limit_reached(self) -> bool:
