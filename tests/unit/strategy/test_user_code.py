@@ -764,7 +764,7 @@ def test_training_data_that_are_iterated_in_a_hook_or_after_the_fit_are_not_for_
     trainer: Any = SimpleNamespace(lightning_module=module, fit_loop=SimpleNamespace())
     after = epochs._is_for_user
     epochs.trainer = trainer
-    epochs.data.connect(World())
+    epochs.data.connect(cast(Any, SimpleNamespace()))
     in_loops = epochs._is_for_user
     module._current_fx_name = "on_train_epoch_start"
     in_hook = epochs._is_for_user
