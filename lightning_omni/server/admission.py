@@ -11,11 +11,11 @@ from collections.abc import Callable
 
 from lightning_omni.errors import Refused
 from lightning_omni.server.membership.roster import Member
+from lightning_omni.server.replication import stand_in
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Peer, Sender
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.handshake import OPENS_NOTHING, Challenges, server_mac
-from lightning_omni.wire.messages import servers as sm
 
 
 class Admission:
@@ -81,8 +81,13 @@ class Admission:
             reconnect_timeout=self._reconnect_timeout(),
             clock=self._store.clock,
         )
-        self._replication.send_to_all(sm.AdmitRank(hello=hello, challenge=challenge, joins=self._roster.joining))
+        self._replication.send_to_all(self.follow, hello, challenge)
         return [Out(sender.peer, m.CONTROL, welcome)]
+
+    def follow(self, hello: m.Hello, challenge: bytes) -> None:
+        """Admit a rank that the coordinating server has admitted."""
+        self._roster.add_member(stand_in(hello.rank), hello, challenge, self._now())
+        self._roster.can_continue = self._roster.joining  # the coordinator reports the end
 
     def challenge(self, sender: Sender, message: m.Attach, payload: Payload) -> list[Out]:
         return [Out(sender.peer, m.DATA, m.AttachChallenge(nonce=self._attaching.ask(sender.peer, message)))]

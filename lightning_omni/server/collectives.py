@@ -18,7 +18,6 @@ from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service, as_tensor, bytes_of, nbytes_of
 from lightning_omni.server.training import Training
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.journal import GatheredEntry
 from lightning_omni.wire.messages.collectives import UPLOADED_ELSEWHERE
 
 MOST_OPEN = 16
@@ -104,6 +103,14 @@ class Collectives:
         return ready
 
 
+class Gathering(msgspec.Struct, frozen=True, array_like=True):
+    """A complete collective."""
+
+    number: int = -1
+    ranks: tuple[int, ...] = ()
+    payloads: tuple[bytes, ...] = ()
+
+
 Forward = Callable[[Sender, bytes, Payload], list[Out]]
 """A function that handles a control message which did not arrive on the control channel."""
 
@@ -115,10 +122,13 @@ class CollectiveService(Service):
         self._roster, self._journal, self._epochs = run.roster, run.journal, run.epochs
         self._training = training
         self._forward = forward
-        self.completed = 0
         self._collectives = Collectives()
         self._uploads: dict[int, Payload] = {}
-        self._gathered = GatheredEntry(-1, (), ())  # the last completed collective
+        self._gathered = Gathering()  # the last one
+
+    @property
+    def completed(self) -> int:
+        return self._gathered.number + 1
 
     @property
     def contributed(self) -> set[int]:
@@ -135,9 +145,7 @@ class CollectiveService(Service):
         for number, parts in self._collectives.complete(self._roster.live) if not self._collectives.is_idle else ():
             ranks = tuple(rank for rank, _ in parts)
             # All ranks have received the previous result, or they would not be at this point.
-            self._gathered = GatheredEntry(number, ranks, tuple(bytes_of(payload) for _, payload in parts))
-            self.completed = number + 1
-            self._journal.note(self._gathered)
+            self.gather(Gathering(number, ranks, tuple(bytes_of(payload) for _, payload in parts)))
             out += [self._answer(self._roster.members[rank].peer) for rank in ranks]
             for rank in ranks:
                 self._training.resume(rank)
@@ -151,13 +159,14 @@ class CollectiveService(Service):
         return Out(peer, m.CONTROL, answer, () if must_download else gathered.payloads)
 
     def state(self) -> bytes:
-        return msgspec.msgpack.encode((self.completed, self._gathered))
+        return msgspec.msgpack.encode(self._gathered)
 
     def load(self, state: bytes) -> None:
-        self.completed, self._gathered = msgspec.msgpack.decode(state, type=tuple[int, GatheredEntry])
+        self._gathered = msgspec.msgpack.decode(state, type=Gathering)
 
-    def redo(self, gathered: GatheredEntry) -> None:
-        self.completed, self._gathered = gathered.number + 1, gathered
+    def gather(self, gathered: Gathering) -> None:
+        self._gathered = gathered
+        self._journal.note(self.gather, gathered)
 
     def contribute(self, sender: Sender, message: m.Contribute, payload: Payload) -> list[Out]:
         if message.number == self._gathered.number and sender.rank in self._gathered.ranks:  # the answer was lost

@@ -11,7 +11,14 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from lightning_omni.errors import CollectiveMismatch, MalformedMessage, OmniError, Refused, StepFailed
+from lightning_omni.errors import (
+    CollectiveMismatch,
+    ConfigurationError,
+    MalformedMessage,
+    OmniError,
+    Refused,
+    StepFailed,
+)
 from lightning_omni.methods.model.modules import ResolveModule, module_resolver
 from lightning_omni.methods.model.server_optimizer import Resolve, resolver
 from lightning_omni.server.admission import Admission
@@ -26,7 +33,6 @@ from lightning_omni.server.merged_head import MergedHeadService
 from lightning_omni.server.parameters.served_parameters import ServedParameters
 from lightning_omni.server.parameters.store import ParameterStore
 from lightning_omni.server.replication import Coordinator, Follower, Replication
-from lightning_omni.server.restore import Restore, check_state
 from lightning_omni.server.router import FOLLOWER_TABLE, TABLE, Router, Row
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Peer, Service
@@ -34,9 +40,11 @@ from lightning_omni.server.snapshots import Snapshots
 from lightning_omni.server.status import Observers, RunObservation, StatusService
 from lightning_omni.server.training import Training
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.journal import Entry, Journal
+from lightning_omni.wire.journal import Call, Journal
 from lightning_omni.wire.messages import servers as sm
 
+STATE, STATE_VERSION = "lightning_omni.server_state", 7
+"""Name and version of a saved state."""
 STRANGE = ("stranger", "key", "malformed")
 """Codes of refusals that are counted, because their receivers are no ranks of the run, or send invalid messages."""
 
@@ -136,7 +144,7 @@ class ServerCore:
             run, self.status_service, self.observers, lambda: self.membership.over, self._description
         )
         # The services are notified in this order.
-        services: list[Service] = [
+        self._services: list[Service] = [
             replication,
             self._collective_service,
             LeaseService(run, training),
@@ -149,12 +157,16 @@ class ServerCore:
             Joining(run, self._collective_service, self._random, lambda *asked: self.membership.join(*asked)),
             *(service(self) for service in self._more_services),
         ]
-        self.membership = Membership(run, services, self.status_service, self._collective_service)
-        self._restore = Restore(
-            run, self.membership, services, training, self._collective_service, self._validation_service
-        )
-        self.router = Router(self._table, [self.admission, self.membership, *services], self.roster, replication)
-        replication.begin(self.membership.end, lambda: self.roster.live)
+        self.membership = Membership(run, self._services, self.status_service, self._collective_service)
+        self.router = Router(self._table, [self.admission, self.membership, *self._services], self.roster, replication)
+        replication.begin(self.membership.end, lambda: self.roster.live, self.router.relayed)
+        replication.send_to_all(self.begin_next_run)
+
+    def begin_next_run(self) -> None:
+        """Forget the run, as the coordinating server has done."""
+        if self.roster.run:  # else this server has seen the end first
+            self.on_run_over()
+        self.reset()
 
     # --- Called by the driver ----------------------------------------------------------------------------------------
 
@@ -195,13 +207,16 @@ class ServerCore:
             return []
         self._pass_time(message.now)
         self.status_service.begin(message)
+        training, membership = self.training, self.membership
+        awaited = self.admission.follow, self.router.relayed  # a rank waits for the report on these
+        methods = membership.lose, membership.end, training.expire, training.idle, training.resume, replication.decide
         try:
-            out = self._execute(replication, message)
+            out = message.call.make((*awaited, *methods, self.begin_next_run)) or []
         except StepFailed as error:  # it ends the run, as at the other servers, and no server
             replication.fail(str(error), of_run=True)
             out = []
         replication.commands_executed += 1
-        if isinstance(message, (sm.AdmitRank, sm.HandleMessage)):  # a rank waits for this report
+        if message.call.method in [each.__qualname__ for each in awaited]:
             replication.report()
         return self._sent(out)
 
@@ -210,33 +225,6 @@ class ServerCore:
         return sm.FollowerHello(
             version=m.VERSION, number=replication.number, servers=replication.count, address=address, nonce=nonce
         )
-
-    def _execute(self, replication: Follower, message: sm.ServerCommand) -> list[Out]:
-        match message:
-            case sm.ExpireTimers():
-                return self.training.expire(message.now)
-            case sm.DecideRequest():
-                return replication.decide(message)
-            case sm.IdleLeader():
-                return self.training.idle(message.rank)
-            case sm.ResumeLeader():
-                self.training.resume(message.rank)
-            case sm.AdmitRank():
-                self.roster.add_member(_peer_of(message.hello.rank), message.hello, message.challenge, self.now)
-                self.roster.joining = self.roster.can_continue = message.joins  # the coordinator reports the end
-            case sm.HandleMessage():
-                return self.router.relay(_peer_of(message.rank), message.rank, message.message)
-            case sm.LoseRank():
-                return self.membership.lose(message.rank, message.reason)
-            case sm.EndRun(reason=""):
-                if self.roster.run:  # else this server has seen the end first
-                    self.on_run_over()
-                self.reset()
-            case sm.EndRun():
-                return self.membership.end(message.reason)
-            case _:
-                raise MalformedMessage(f"{type(message).__name__} is nothing that a server is told to do")
-        return []
 
     def _sent(self, out: list[Out]) -> list[Out]:
         """Return the messages to send; only server 0 has control connections to ranks."""
@@ -293,23 +281,65 @@ class ServerCore:
 
         Call it between two messages, if `has_state`; later decisions go to the `journal`.
         """
-        return self._restore.state()
+        services = {type(each).__name__: each.state() for each in self._services}
+        return {
+            "name": STATE,
+            "version": STATE_VERSION,
+            "protocol": m.VERSION,
+            "roster": self.roster.state(),
+            "services": {name: state for name, state in services.items() if state is not None},
+        }
 
     def server_ended(self, number: int, how: str) -> None:
         assert isinstance(self.replication, Coordinator)
         self.replication.ended(number, how)
 
-    def load(self, state: Mapping[str, Any], journal: Iterable[Entry], now: float) -> None:
+    def load(self, state: Mapping[str, Any], journal: Iterable[Call], now: float) -> None:
         """Continue a run with the weights of a `state`, and all decisions since.
 
         Raises:
             ConfigurationError: this server cannot continue from the state.
         """
-        check_state(state)
+        if state.get("name") != STATE or (state.get("version"), state.get("protocol")) != (STATE_VERSION, m.VERSION):
+            raise ConfigurationError(
+                f"the state is that of {state.get('name')} {state.get('version')} with protocol"
+                f" {state.get('protocol')}, and this server reads {STATE} {STATE_VERSION} with protocol {m.VERSION};"
+                " start the server in an empty directory"
+            )
         self.reset()
         self.now, self.resumed = now, True
-        self._restore.load(state, journal, now)
+        self.roster.load(state["roster"], now)
+        for service in self._services:
+            if (saved := state["services"].get(type(service).__name__)) is not None:
+                service.load(saved)
+        writes, self.journal.write = self.journal.write, None
+        self._repeat(journal)
+        self._epochs.go_back()
+        for group in self._epochs.validations.evaluating:  # groups that wait for others report that again
+            self.training.idle(self.roster.formed.exchanges_with(group, 0))
+        self.journal.write, self.journal.is_due = writes, True
         self._pass_time(now)
+
+    def _repeat(self, journal: Iterable[Call]) -> None:
+        epochs, validations, membership = self._epochs, self._epochs.validations, self.membership
+        methods = (
+            *(epochs.open, epochs.train, epochs.redraw, epochs.wait, epochs.resolve_pending, epochs.leave),
+            *(epochs.go_back, validations.claim, validations.publish, validations.save),
+            *(self._validation_service.read_result, self._collective_service.gather, self.roster.numbers.assign),
+            *(membership.lose_again, membership.leave, membership.join_again, self.training.restructure_again),
+        )
+        try:
+            for call in journal:
+                call.make(methods)
+        except MalformedMessage as error:
+            raise ConfigurationError(
+                f"{error}: other groups were formed, or weights were handed over after the state was saved, and before"
+                " it was saved again; this run cannot go on: resume it from a checkpoint"
+            ) from error
+
+    def note_restart(self) -> None:
+        """Write to the journal that the training since the save that this server continued no longer counts."""
+        self.journal.note(self._epochs.go_back)
 
     # --- Status ------------------------------------------------------------------------------------------------------
 
@@ -387,8 +417,3 @@ class ServerCore:
 
     def _last_now(self) -> float:
         return self.now
-
-
-def _peer_of(rank: int) -> Peer:
-    """Return a stand-in for a rank's control connection, at a server that has none."""
-    return b"\0%d" % rank

@@ -19,16 +19,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple
 
-import msgspec
+from typing_extensions import TypeVarTuple, Unpack
 
 from lightning_omni.errors import OmniError, ProtocolError, Refused, StepFailed
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.handshake import Challenges, server_mac
+from lightning_omni.wire.journal import Call
 from lightning_omni.wire.messages import servers as sm
 
+Arguments = TypeVarTuple("Arguments")
 COORDINATOR: Peer = b"\0coordinator"
 """The coordinating server, as the peer of another one's messages."""
 MOST_HELD = 16
@@ -58,11 +60,16 @@ class Replication(Service):
     count: int = 1
     number: int = 0
 
-    def begin(self, end: Callable[[str], list[Out]], live: Callable[[], Container[int]]) -> None:
-        """Prepare for a run, and end the last one at other servers; ``end`` ends a run, ``live`` returns its ranks."""
+    def begin(
+        self, end: Callable[[str], list[Out]], live: Callable[[], Container[int]], relayed: Callable[[int, bytes], Any]
+    ) -> None:
+        """Prepare for a run; ``end`` ends it, ``live`` returns its ranks, ``relayed`` handles a relayed message."""
 
-    def send_to_all(self, message: sm.ServerCommand) -> None:
-        """Send a command to the other servers, which execute it after all earlier ones."""
+    def send_to_all(self, method: Callable[[Unpack[Arguments]], object], *arguments: Unpack[Arguments]) -> None:
+        """Make the other servers call their own such method, after all earlier ones."""
+
+    def relay(self, rank: int, message: m.Message) -> None:
+        """Make the other servers handle a rank's control message, too."""
 
     def when_done(self, out: list[Out]) -> list[Out]:
         """Return the answers that may be sent now; hold others until all servers have executed their commands."""
@@ -111,8 +118,10 @@ class _PartitionedReplication(Replication, ABC):
         self._held: dict[Key, HeldPart] = {}
         self._refused: dict[Key, m.RefusedMessage] = {}  # parts to refuse when they arrive
 
-    def begin(self, end: Callable[[str], list[Out]], live: Callable[[], Container[int]]) -> None:
-        self._end, self._live = end, live
+    def begin(
+        self, end: Callable[[str], list[Out]], live: Callable[[], Container[int]], relayed: Callable[[int, bytes], Any]
+    ) -> None:
+        self._end, self._live, self._relayed = end, live, relayed
         self._held.clear()
         self._refused.clear()
 
@@ -144,12 +153,8 @@ class _PartitionedReplication(Replication, ABC):
     def _part_arrived(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
         """Handle the arrival of this server's part; see `PartReady`."""
 
-    def _apply_decision(
-        self,
-        key: Key,
-        finite: bool,
-        refusal: m.RefusedMessage | None,
-        elsewhere: tuple[tuple[bool, ...], ...] = (),
+    def decide(
+        self, key: Key, finite: bool, refusal: m.RefusedMessage | None, elsewhere: tuple[tuple[bool, ...], ...]
     ) -> list[Out]:
         """Handle this server's part of a request for which all have arrived, or refuse it."""
         held = self._held.pop(key, None)
@@ -216,19 +221,19 @@ class Coordinator(_PartitionedReplication):
         self._links: dict[int, _FollowerLink] = {}
         self._gone: dict[int, str] = {}
         self._ended: dict[int, str] = {}
-        self._history: list[sm.ServerCommand] = []  # commands for servers that have not joined yet
+        self._history: list[sm.ServerCommand] = []  # for servers that have not joined yet
         self._sent = 0
         self._waiting: list[tuple[int, Callable[[], list[Out]]]] = []
         self._asked_at: float | None = None
         self._parts: dict[Key, _Parts] = {}
 
-    def begin(self, end: Callable[[str], list[Out]], live: Callable[[], Container[int]]) -> None:
-        super().begin(end, live)
+    def begin(
+        self, end: Callable[[str], list[Out]], live: Callable[[], Container[int]], relayed: Callable[[int, bytes], Any]
+    ) -> None:
+        super().begin(end, live, relayed)
         self._parts.clear()
         self._waiting.clear()
         self._asked_at = None
-        if self._sent:
-            self.send_to_all(sm.EndRun())
 
     @property
     def lost_server(self) -> str:
@@ -244,12 +249,15 @@ class Coordinator(_PartitionedReplication):
 
     # --- Commands ----------------------------------------------------------------------------------------------------
 
-    def send_to_all(self, message: sm.ServerCommand) -> None:
+    def send_to_all(self, method: Callable[[Unpack[Arguments]], object], *arguments: Unpack[Arguments]) -> None:
         self._sent += 1
-        message = msgspec.structs.replace(message, now=self._now())
+        command = sm.ServerCommand(call=Call.of(method, *arguments), now=self._now())
         if not self._is_complete:
-            self._history.append(message)
-        self._out += [Out(link.peer, m.CONTROL, message) for link in self._links.values()]
+            self._history.append(command)
+        self._out += [Out(link.peer, m.CONTROL, command) for link in self._links.values()]
+
+    def relay(self, rank: int, message: m.Message) -> None:
+        self.send_to_all(self._relayed, rank, m.encode(message))
 
     def when_done(self, out: list[Out]) -> list[Out]:
         return self._when_done(lambda: out)
@@ -390,15 +398,13 @@ class Coordinator(_PartitionedReplication):
         if len(parts.here) < self.count:
             return []
         del self._parts[key]
-        self.send_to_all(sm.DecideRequest(rank=key[0], request=key[1], finite=parts.finite))
-        return self._apply_decision(
-            key, parts.finite, None, tuple(parts.here[number] for number in range(1, self.count))
-        )
+        self.send_to_all(self.decide, key, parts.finite, None, ())
+        return self.decide(key, parts.finite, None, tuple(parts.here[number] for number in range(1, self.count)))
 
     def _refuse(self, key: Key, refusal: m.RefusedMessage) -> list[Out]:
         self._parts.pop(key, None)
-        self.send_to_all(sm.DecideRequest(rank=key[0], request=key[1], refusal=refusal))
-        return self._apply_decision(key, False, refusal)
+        self.send_to_all(self.decide, key, False, refusal, ())
+        return self.decide(key, False, refusal, ())
 
 
 class Follower(_PartitionedReplication):
@@ -431,9 +437,6 @@ class Follower(_PartitionedReplication):
         self.report()
         return []
 
-    def decide(self, message: sm.DecideRequest) -> list[Out]:
-        return self._apply_decision((message.rank, message.request), message.finite, message.refusal)
-
     def refuse(self, rank: int, request: int, refusal: m.RefusedMessage) -> None:
         self._send(sm.PartReady(rank=rank, request=request, refusal=refusal))
 
@@ -446,6 +449,11 @@ class Follower(_PartitionedReplication):
 
     def _send(self, message: m.Message) -> None:
         self._out.append(Out(COORDINATOR, m.CONTROL, message))
+
+
+def stand_in(rank: int) -> Peer:
+    """Return a stand-in for a rank's control connection, at a server that has none."""
+    return b"\0%d" % rank
 
 
 def refusal_of(error: OmniError) -> m.RefusedMessage:

@@ -25,7 +25,7 @@ from lightning_omni.server.epochs.service import LeaseService, ValidationService
 from lightning_omni.server.membership.roster import Roster
 from lightning_omni.server.membership.service import Joining, Membership
 from lightning_omni.server.merged_head import MergedHeadService
-from lightning_omni.server.replication import Coordinator, Replication, refusal_of
+from lightning_omni.server.replication import Coordinator, Replication, refusal_of, stand_in
 from lightning_omni.server.service import Out, Payload, Peer, Sender
 from lightning_omni.server.snapshots import Snapshots
 from lightning_omni.server.status import RunObservation, StatusService
@@ -279,10 +279,10 @@ class Router:
             sender, message, finite, lambda decided: self._handle(row, decided, message, payload)
         )
 
-    def relay(self, peer: Peer, rank: int, data: bytes) -> list[Out]:
+    def relayed(self, rank: int, data: bytes) -> list[Out]:
         """Handle a rank's encoded control message that the coordinating server has handled."""
         message = self.decode(CONTROL, data)
-        sender = Sender(peer, rank, self._roster.formed.group_of(rank))
+        sender = Sender(stand_in(rank), rank, self._roster.formed.group_of(rank))
         return self._handle(self._row(CONTROL, message, is_relayed=True), sender, message, b"")
 
     def forward(self, sender: Sender, data: bytes, payload: Payload) -> list[Out]:
@@ -343,7 +343,7 @@ class Router:
             raise ProtocolError(f"{type(message).__name__} does not belong on the {row.channel} channel")
         out = row.handle(self._services[row.service], sender, message, payload)
         if row.on_all_servers:
-            self._replication.send_to_all(sm.HandleMessage(rank=sender.rank, message=m.encode(message)))
+            self._replication.relay(sender.rank, message)
             out = self._replication.when_done(out)
         return out + self._membership.resolve_pending() if row.resolves else out
 

@@ -16,7 +16,6 @@ from lightning_omni.server.service import Out, Payload, Peer, Sender, Service
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.handshake import Challenges, server_mac
-from lightning_omni.wire.messages import servers as sm
 
 # --- Ranks ------------------------------------------------------------------------------------------------------------
 
@@ -24,8 +23,6 @@ LATELY = 64
 """Pushes over which their time is averaged: if groups synchronize, the last one takes far longer than the others."""
 RATE_WINDOW = 10.0
 """Seconds over which the rate of updates is measured."""
-_ENDS = (sm.PartReady, sm.DecideRequest)
-"""Messages after which an earlier part is handled, because another server has its own part or the push was decided."""
 
 
 class StatusService(Service):
@@ -62,8 +59,7 @@ class StatusService(Service):
         self._unfinished = 0.0
 
     def begin(self, message: m.Message) -> None:
-        self._is_part = isinstance(message, m.PushMessage)
-        self._began = self._clock() if self._is_part or isinstance(message, _ENDS) else None
+        self._is_part, self._began = isinstance(message, m.PushMessage), self._clock()
         self._handled_before = self._handled()
 
     def end(self) -> None:

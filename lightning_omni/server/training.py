@@ -20,11 +20,9 @@ from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service, as_tensor, bytes_of, nbytes_of
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.codec import check_specs, unpack
+from lightning_omni.wire.codec import Packed, check_specs, unpack
 from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, check_size, decode, from_wire
-from lightning_omni.wire.journal import RestructuredEntry
 from lightning_omni.wire.layout import Layout
-from lightning_omni.wire.messages import servers as sm
 
 LARGEST_NOTED = 256 << 20
 """The most bytes of added parameters in the journal; larger ones are only saved with the state, which is then due."""
@@ -93,7 +91,7 @@ class Training(Service):
 
     def expire(self, now: float) -> list[Out]:
         if self.due <= now:
-            self._replication.send_to_all(sm.ExpireTimers())
+            self._replication.send_to_all(self.expire, now)
         out: list[Out] = []
         for number, served in self._store.pushed:
             if served.method_side.due <= now:
@@ -258,7 +256,7 @@ class Training(Service):
         except Exception as error:  # torch raises various errors on invalid groups and states
             raise MalformedMessage(f"no parameter groups: {type(error).__name__}: {error}") from error
         if self._journal.write is not None and message.nbytes <= LARGEST_NOTED:
-            self._journal.note(RestructuredEntry(group, message.optimizer, message.packed, bytes_of(payload)))
+            self._journal.note(self.restructure_again, group, message.optimizer, message.packed, bytes_of(payload))
         self._journal.is_due = True
         known = served.layout_of(group)
         self._events.note(
@@ -273,8 +271,8 @@ class Training(Service):
         answer = m.Restructured(optimizer=message.optimizer, layout=known.version, nbytes=rest.numel())
         return [Out(sender.peer, m.DATA, answer, (rest,))]
 
-    def redo(self, entry: RestructuredEntry) -> None:
-        self._store.optimizer(entry.optimizer).restructure(entry.group, unpack(entry.packed, as_tensor(entry.payload)))
+    def restructure_again(self, group: int, optimizer: int, packed: Packed, payload: bytes) -> None:
+        self._store.optimizer(optimizer).restructure(group, unpack(packed, as_tensor(payload)))
 
     # --- Idle groups -------------------------------------------------------------------------------------------------
 
@@ -282,13 +280,13 @@ class Training(Service):
         """Mark a leader's group as idle, and return the answers that waited for its pushes; ignore other ranks."""
         if not self._roster.formed.is_leader(rank):
             return []
-        self._replication.send_to_all(sm.IdleLeader(rank=rank))
+        self._replication.send_to_all(self.idle, rank)
         self._idle.add(group := self._roster.formed.group_of(rank))
         return [*self._notify_sides("idle", group, "rest"), *self.resolve_pending()]
 
     def resume(self, rank: int) -> None:
         if self._roster.formed.is_leader(rank):
-            self._replication.send_to_all(sm.ResumeLeader(rank=rank))
+            self._replication.send_to_all(self.resume, rank)
             self._idle.discard(group := self._roster.formed.group_of(rank))
             self._resume_group(group)
 

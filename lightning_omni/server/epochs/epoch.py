@@ -16,15 +16,7 @@ import msgspec
 from lightning_omni.errors import ProtocolError
 from lightning_omni.server.epochs.lease_book import LeaseBook
 from lightning_omni.wire.codec import Packed
-from lightning_omni.wire.journal import (
-    AskedEntry,
-    DrawnEntry,
-    Journal,
-    LeftEpochEntry,
-    OpenedEntry,
-    ResolvedEntry,
-    TrainedEntry,
-)
+from lightning_omni.wire.journal import Journal
 from lightning_omni.wire.messages import AskNext, Batch, EpochPlan, LeaveEpoch
 from lightning_omni.wire.messages.data import STOPS, plan_difference
 
@@ -215,7 +207,7 @@ class Epochs:
                 f"epoch {plan.epoch} cannot begin: ranks {sorted(self._waiting)} wait for another's end"
             )
         self.book = LeaseBook.open(plan, self._sizes)
-        self._journal.note(OpenedEntry(plan))
+        self._journal.note(self.open, plan)
         self.stop = "" if self.stop == "skip" else self.stop
         self._begin()
 
@@ -237,7 +229,7 @@ class Epochs:
         if self.book is not None and self.book.plan.epoch == epoch:
             self.samples[group] += self.book.train(group, batches, counts)
             self._dirty = self._dirty or not counts  # other groups may train these batches now
-            self._journal.note(TrainedEntry(group, epoch, batches, counts))
+            self._journal.note(self.train, group, epoch, batches, counts)
 
     def draw(self, group: int, number: int, trained: int) -> list[Batch]:
         assert self.book is not None
@@ -248,7 +240,7 @@ class Epochs:
         assert self.book is not None
         self._dirty = self._dirty or not self.book.has_begun(group)  # batches kept for it may go to others now
         batches = self.book.draw(group, number)
-        self._journal.note(DrawnEntry(group, number))
+        self._journal.note(self.redraw, group, number)
         return batches
 
     def repeated_decision(self, rank: int, question: AskNext) -> str:
@@ -259,7 +251,7 @@ class Epochs:
         book = self.book_of(question.epoch, question.generation)
         if book.has(group) or group not in self._sizes:  # else a peer's `LeaveEpoch` arrived first
             self.samples[group] += book.train(group, question.trained)
-        self._journal.note(AskedEntry(group, rank, question))  # after the checks, so that replay cannot fail
+        self._journal.note(self.wait, group, rank, question)  # after the checks, so that replay cannot fail
         self._waiting[rank] = (group, question)
         self._asked.add(rank)
 
@@ -273,7 +265,7 @@ class Epochs:
             raise ProtocolError(f"a group leaves an epoch with stop={message.stop!r}: there are {STOPS}")
         if self.holds(group, message.epoch):
             self.check_trained(group, message.epoch, message.trained)
-        self._journal.note(LeftEpochEntry(group, message))
+        self._journal.note(self.leave, group, message)
         self._dirty = True
         if message.stop:
             self.stop = self.stop or message.stop
@@ -309,7 +301,7 @@ class Epochs:
         self._dirty = False
         self._asked.clear()
         if given:
-            self._journal.note(ResolvedEntry(all_answered))
+            self._journal.note(self.resolve_pending, all_answered)
         if any(decision.startswith(("over", "stop")) for _, decision in given):
             self._journal.is_due = True  # samples of an epoch that has ended are not dealt out again
         return given

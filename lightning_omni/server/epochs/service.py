@@ -11,7 +11,6 @@ from lightning_omni.server.training import Training
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed
-from lightning_omni.wire.journal import ClaimedEntry, EvaluatedEntry, ReadEntry
 
 # --- Leases -----------------------------------------------------------------------------------------------------------
 
@@ -97,13 +96,14 @@ class ValidationService(Service):
     def read_result(self, rank: int, number: int) -> Evaluation | None:
         result = self._epochs.validations.read(rank, number)
         self._epochs.validations.forget(self._roster.live)
-        self._journal.note(ReadEntry(rank, number))
+        self._journal.note(self.read_result, rank, number)
         return result
 
     def claim(self, sender: Sender, message: m.ClaimValidation, payload: Payload) -> list[Out]:
         self._epochs.book_of(message.epoch, message.generation)
-        number = self._epochs.validations.claim(sender.group, message.epoch, message.passed)
-        self._journal.note(ClaimedEntry(sender.group, message.epoch, message.passed))
+        claim = sender.group, message.epoch, message.passed
+        number = self._epochs.validations.claim(*claim)
+        self._journal.note(self._epochs.validations.claim, *claim)
         answer = Out(sender.peer, m.CONTROL, m.ValidationClaimed(number=number))
         return [answer, *(self._training.idle(sender.rank) if number else ())]
 
@@ -114,9 +114,9 @@ class ValidationService(Service):
         return self.check_packed(sender, message)
 
     def publish(self, sender: Sender, message: m.PublishEvaluation, payload: Payload) -> list[Out]:
-        content = bytes_of(payload)
-        self._epochs.validations.publish(sender.group, message.number, (message.packed, content))
-        self._journal.note(EvaluatedEntry(sender.group, message.number, message.packed, content))
+        result = sender.group, message.number, (message.packed, bytes_of(payload))
+        self._epochs.validations.publish(*result)
+        self._journal.note(self._epochs.validations.publish, *result)
         self._training.resume(sender.rank)
         return [Out(sender.peer, m.DATA, m.EvaluationPublished())]
 

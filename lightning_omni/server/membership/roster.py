@@ -183,6 +183,10 @@ class RankNumbers:
         self._enlisted[peer] = first, announced
         return self._enlisted[peer]
 
+    def assign(self, numbers: int) -> None:
+        """Assign all numbers below this one."""
+        self.given = max(self.given, numbers)
+
     def begin(self) -> None:
         self._claim = None
 
@@ -240,7 +244,6 @@ class Roster:
 
     Attributes:
         began: time at which the first rank was admitted.
-        joining: whether groups join on their own.
         can_continue: whether a group that joins can continue the run, even if no rank is left.
         barred: lost ranks whose group must not rejoin by itself.
         barred_hosts: addresses from which no group may join.
@@ -257,12 +260,17 @@ class Roster:
         self.gone: set[int] = set()
         self.formed, self.numbers = FormedGroups(), RankNumbers()
         self.late: list[int] = []
-        self.joining = self.finished = self.can_continue = False
+        self.finished = self.can_continue = False
         self._ranks: dict[bytes, int] = {}
 
     @property
     def run(self) -> str:
         return self._first.run if self._first else ""
+
+    @property
+    def joining(self) -> bool:
+        """Return whether groups join on their own."""
+        return self.run.startswith(JOINS)
 
     @property
     def world_size(self) -> int:
@@ -374,7 +382,6 @@ class Roster:
     def add_member(self, peer: bytes, hello: Hello, challenge: bytes, now: float) -> None:
         if self._first is None:
             self._first, self.began = hello, now
-            self.joining = hello.run.startswith(JOINS)
             self.numbers.begin()
         self.members[hello.rank] = Member(hello.rank, peer, session_key(self._key, hello, challenge), now)
         self._ranks[peer] = hello.rank
@@ -389,7 +396,6 @@ class Roster:
             "barred": sorted(self.barred),
             "barred_hosts": sorted(self.barred_hosts),
             "gone": sorted(self.gone),
-            "joining": self.joining,
             "finished": self.finished,
             "numbered": self.numbers.given,
             "late": list(self.late),
@@ -400,8 +406,7 @@ class Roster:
         self._first, self.began = msgspec.msgpack.decode(state["first"], type=Hello), now
         self.lost, self.gone, self.barred = dict(state["lost"]), set(state["gone"]), set(state["barred"])
         self.barred_hosts = set(state["barred_hosts"])
-        self.joining, self.finished = state["joining"], state["finished"]
-        self.numbers.given, self.late = state["numbered"], list(state["late"])
+        self.finished, self.numbers.given, self.late = state["finished"], state["numbered"], list(state["late"])
         self.formed.load(state)
         self.expect(state["members"], now)
 

@@ -24,8 +24,6 @@ from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed
 from lightning_omni.wire.formats.base import from_wire
-from lightning_omni.wire.journal import FormedEntry, JoinedEntry, LeftEntry, LostEntry, NumberedEntry
-from lightning_omni.wire.messages import servers as sm
 
 
 class Membership:
@@ -59,17 +57,14 @@ class Membership:
 
     # --- Saved state --------------------------------------------------------------------------------------------------
 
-    def redo(self, entry: LostEntry | LeftEntry | JoinedEntry) -> None:
-        match entry:
-            case LostEntry():
-                group, _ = self._roster.lose(entry.rank, entry.reason, entry.barred)
-                if group is not None:
-                    self._evict(group, lost=True)
-            case LeftEntry():
-                self._leave(entry.rank, entry.finished)
-            case JoinedEntry():
-                self._roster.expect(entry.message.ranks, self._now())
-                self._join(entry.rank, entry.message)
+    def lose_again(self, rank: int, reason: str, barred: bool) -> None:
+        group, _ = self._roster.lose(rank, reason, barred)
+        if group is not None:
+            self._evict(group, lost=True)
+
+    def join_again(self, message: m.Join) -> None:
+        self._roster.expect(message.ranks, self._now())
+        self._join(message)
 
     def notice_for(self, member: Member, even_lost: bool, even_over: bool) -> m.Notice | None:
         """Return the notice that a rank receives instead of an answer: it is lost, or the run is over; else None."""
@@ -100,8 +95,7 @@ class Membership:
             )
         formed = self._roster.formed
         formed.form(topology, message)
-        self._journal.note(FormedEntry())
-        self._journal.is_due = True
+        self._journal.outdate()
         for service in self._services:
             service.form(topology, method, message)
         # Ranks that read the status before their next heartbeat should see these groups.
@@ -121,7 +115,7 @@ class Membership:
             )
         group = formed.group_of(sender.rank)
         if group < 0 or message.ranks != formed.members(group):  # else the answer was lost, and the rank repeats
-            group = self._join(sender.rank, message)
+            group = self._join(message)
         assert formed.message is not None
         joined = m.Joined(
             group=group,
@@ -137,14 +131,14 @@ class Membership:
         )
         out = [*self._send_to_everyone(self._status_service.status(-1.0)), Out(sender.peer, m.CONTROL, joined)]
         # Only now, because the request may have waited.
-        self._replication.send_to_all(sm.HandleMessage(rank=sender.rank, message=m.encode(message)))
+        self._replication.relay(sender.rank, message)
         return self._replication.when_done(out)
 
-    def _join(self, rank: int, message: m.Join) -> int:
+    def _join(self, message: m.Join) -> int:
         group = self._roster.join(message.ranks, message.name)
         for service in self._services:
             service.join(group, message.ranks)
-        self._journal.note(JoinedEntry(rank, message))
+        self._journal.note(self.join_again, message)
         self._journal.is_due = True
         return group
 
@@ -180,20 +174,20 @@ class Membership:
 
     def goodbye(self, sender: Sender, message: m.Goodbye, payload: Payload) -> list[Out]:
         out = [Out(sender.peer, m.CONTROL, m.Acknowledged())]
-        self._replication.send_to_all(sm.HandleMessage(rank=sender.rank, message=m.encode(message)))
+        self._replication.relay(sender.rank, message)
         if message.reason:
             out += self.lose(sender.rank, message.reason, barred=True)
             self._roster.finished |= message.finished
             self._roster.leave(sender.rank)
             return out
-        return out + self._leave(sender.rank, message.finished)
+        return out + self.leave(sender.rank, message.finished)
 
-    def _leave(self, rank: int, finished: bool) -> list[Out]:
+    def leave(self, rank: int, finished: bool) -> list[Out]:
         group = self._roster.formed.group_of(rank)
         out = self._evict(group, lost=False) if group >= 0 else []
         self._roster.finished |= finished
         self._roster.leave(rank)
-        self._journal.note(LeftEntry(rank, finished))
+        self._journal.note(self.leave, rank, finished)
         return out + self._notify_of_end()
 
     def _notify_of_end(self) -> list[Out]:
@@ -230,12 +224,12 @@ class Membership:
         """Evict the group of a dead rank, or end the run; if ``barred``, the group must not rejoin by itself."""
         if rank not in self._roster.live or self.over:  # it is gone already, or is in no group yet
             return []
-        self._replication.send_to_all(sm.LoseRank(rank=rank, reason=reason))
+        self._replication.send_to_all(self.lose, rank, reason, barred)
         group, over = self._roster.lose(rank, reason, barred)
         if over:
             return self.end(f"{reason}; the run cannot go on without it")
         assert group is not None
-        self._journal.note(LostEntry(rank, reason, barred))
+        self._journal.note(self.lose_again, rank, reason, barred)
         out = self._send_to_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason, barred=barred))
         try:
             return out + self._evict(group, lost=True) + self.resolve_pending() + self._notify_of_end()
@@ -249,7 +243,7 @@ class Membership:
 
     def end(self, reason: str) -> list[Out]:
         self.over, self._roster.can_continue = reason, False
-        self._replication.send_to_all(sm.EndRun(reason=reason))
+        self._replication.send_to_all(self.end, reason)
         return self._send_end(reason)
 
     def _evict(self, group: int, lost: bool) -> list[Out]:
@@ -290,7 +284,7 @@ class Joining(Service):
     def register(self, sender: Sender, message: m.RegisterGroup, payload: Payload) -> list[Out]:
         first, announced = self._roster.register(sender.peer, message.ranks, self._random(8).hex())
         if announced:
-            self._journal.note(NumberedEntry(first + message.ranks))
+            self._journal.note(self._roster.numbers.assign, first + message.ranks)
         run = self._roster.run or self._roster.numbers.claimed
         silence = self._limits.silence_of_connections
         enlisted = m.GroupRegistered(run=run, first=first, announced=announced, silence=silence)

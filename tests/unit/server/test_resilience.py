@@ -39,7 +39,7 @@ from lightning_omni.transport.serving.state_directory import RECONNECT_TIMEOUT, 
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.formats.base import Memory
-from lightning_omni.wire.journal import AnyEntry, Entry, FormedEntry, NumberedEntry, SeededEntry
+from lightning_omni.wire.journal import OUTDATED, Call
 from lightning_omni.wire.messages import EpochPlan
 from lightning_omni.wire.messages.collectives import UPLOADED_ELSEWHERE
 
@@ -80,7 +80,7 @@ class Mortal(Serving):
             self.core = ServerCore(KEY, secrets.token_bytes)
             assert self._saved is not None
             state = unpack(msgspec.msgpack.decode(self._saved[0], type=Packed), self._saved[1].clone())
-            entries = [msgspec.msgpack.decode(entry, type=AnyEntry) for entry in self._journal]
+            entries = [msgspec.msgpack.decode(entry, type=Call) for entry in self._journal]
             self.core.load(state, entries, now=0.0)
             self.core.reconnect_timeout = 1.0
             self.kept = list(self._kept_then)
@@ -108,7 +108,7 @@ class Mortal(Serving):
     def _watch(self) -> None:
         receive = self.core.receive
 
-        def write(entry: Entry) -> None:
+        def write(entry: Call) -> None:
             self._journal.append(msgspec.msgpack.encode(entry))
 
         def mortal(*said: Any) -> Any:
@@ -437,14 +437,14 @@ def test_the_next_server_has_the_moving_rate_of_groups_that_joined_and_were_lost
 def test_what_was_stored_for_groups_that_join_and_the_numbers_of_ranks_outlast_the_server() -> None:
     with ExitStack() as stack:
         serving = Mortal(stack)
+        serving.run = "joins-run"
         first, _ = workers(serving, method_named("async_sgd"))
-        serving.core.roster.joining = True
         packed, buffer = pack({"progress": torch.ones(3)})
         stored = m.StoreRunState(packed=packed, nbytes=buffer.numel())
         first.data.exchange(stored, m.RunStateStored, buffer)
         serving.save()
         assert serving.core.roster.register(b"o1", 2, "")[0] == 2
-        serving.core.journal.note(NumberedEntry(4))
+        serving.core.journal.note(serving.core.roster.numbers.assign, 4)
         serving.die()
         assert (serving.core.roster.can_continue, serving.core.roster.joining) == (True, True)
         assert serving.core.roster.register(b"o2", 2, "")[0] == 4
@@ -500,7 +500,7 @@ def test_a_server_without_the_state_and_one_of_another_version_refuse() -> None:
         with pytest.raises(ConfigurationError, match="start the server in an empty directory"):
             core.load({**state, "version": 0}, (), now=0.0)
         with pytest.raises(ConfigurationError, match="resume it from a checkpoint"):
-            core.load(state, [FormedEntry()], now=0.0)
+            core.load(state, [OUTDATED], now=0.0)
         serving.transport.serve_again(ServerCore(KEY, secrets.token_bytes), serving.address)
         with pytest.raises(RankLost, match="knows nothing of the run"):
             first.control.check()
@@ -571,9 +571,8 @@ def test_a_state_on_disk_is_gone_on_from_and_its_journal_may_end_in_mid_entry(
         states.close()
 
 
-@pytest.mark.parametrize("entry", [FormedEntry(), SeededEntry()])
 def test_a_server_that_is_lost_after_groups_were_formed_again_serves_other_runs_and_keeps_the_weights(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, entry: Entry
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with ExitStack() as stack:
         serving, states = Mortal(stack), StateDirectory(tmp_path, every=1000.0)
@@ -581,7 +580,7 @@ def test_a_server_that_is_lost_after_groups_were_formed_again_serves_other_runs_
         states.restore(serving.core)
         saved(states, serving.core)
         weights = saved_weights(tmp_path)
-        serving.core.journal.note(entry)
+        serving.core.journal.outdate()
         serving.core.journal.write = None  # it is killed: nothing is noted of what comes later
         states.close()
     states, core = StateDirectory(tmp_path), ServerCore(KEY, secrets.token_bytes)

@@ -49,6 +49,8 @@ LARGE = 700_000
 class Serving:
     """A server of some transport, and the ranks that have joined it."""
 
+    run = "a run"
+
     def __init__(self, chosen: Transport, stack: ExitStack) -> None:
         self.transport, self._stack = chosen, stack
         self.core = ServerCore(KEY, secrets.token_bytes, heartbeat_timeout=DEADLINE)
@@ -67,7 +69,7 @@ class Serving:
             self.server.close()
 
     def join(self, rank: int, size: int, layout: Layout, key: bytes = KEY, **options: Any) -> Control:
-        control = self.transport.join(self.address, key, "a run", rank, size, layout, **options)
+        control = self.transport.join(self.address, key, self.run, rank, size, layout, **options)
         self._stack.callback(control.close, "")
         return control
 
