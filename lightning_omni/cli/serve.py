@@ -191,7 +191,7 @@ class StandaloneServer:
             self._server.run(until=self._is_over)
         finally:
             self._close()
-        lost = self._core.lost_server
+        lost = self._core.replication.lost_server
         if not lost and not self._is_stopped and not self._signals:  # it holds a share, and has lost its coordinator
             lost = "the server that coordinates is gone"
         if lost:
@@ -221,8 +221,8 @@ class StandaloneServer:
             self._web.poll(self._core)
         for number, process in enumerate(self._others, 1):
             if how := process.how_ended():
-                self._core.server_ended(number, how)
-        if self._core.lost_server or (self._lifeline is not None and self._lifeline.is_over):
+                self._core.replication.ended(number, how)
+        if self._core.replication.lost_server or (self._lifeline is not None and self._lifeline.is_over):
             self._is_stopped = True
         if self._core.is_over:
             self._run_over()

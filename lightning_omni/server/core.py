@@ -33,7 +33,7 @@ from lightning_omni.server.merged_head import MergedHeadService
 from lightning_omni.server.parameters.served_parameters import ServedParameters
 from lightning_omni.server.parameters.store import ParameterStore
 from lightning_omni.server.replication import Coordinator, Follower, Replication
-from lightning_omni.server.router import FOLLOWER_TABLE, TABLE, Router, Row
+from lightning_omni.server.router import COORDINATOR_TABLE, TABLE, Router, Row
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Peer, Service
 from lightning_omni.server.snapshots import Snapshots
@@ -110,15 +110,12 @@ class ServerCore:
         self._more_services = tuple(services)
         self.now = 0.0
         self.replication: Replication
-        table: Sequence[Row] = TABLE
         if number > 0:
             self.replication = Follower(number, servers)
-        elif servers > 1:
-            self.replication = Coordinator(key, random, servers, heartbeat_timeout, join_timeout, self._last_now)
-            table = (*TABLE, *FOLLOWER_TABLE)
+            self._table = (*TABLE, *rows)
         else:
-            self.replication = Replication()
-        self._table = (*table, *rows)
+            self.replication = Coordinator(key, random, servers, heartbeat_timeout, join_timeout, self._last_now)
+            self._table = (*TABLE, *COORDINATOR_TABLE, *rows)
         self.strangers = 0
         self.data_port = 0
         self.about: Callable[[], m.ProcessInfo] = m.ProcessInfo
@@ -290,10 +287,6 @@ class ServerCore:
             "services": {name: state for name, state in services.items() if state is not None},
         }
 
-    def server_ended(self, number: int, how: str) -> None:
-        assert isinstance(self.replication, Coordinator)
-        self.replication.ended(number, how)
-
     def load(self, state: Mapping[str, Any], journal: Iterable[Call], now: float) -> None:
         """Continue a run with the weights of a `state`, and all decisions since.
 
@@ -394,15 +387,6 @@ class ServerCore:
 
     def _count(self, no: Refused) -> None:
         self.strangers += no.code in STRANGE
-
-    @property
-    def missing_servers(self) -> int:
-        return self.replication.missing if isinstance(self.replication, Coordinator) else 0
-
-    @property
-    def lost_server(self) -> str:
-        """Return a sentence about a lost server, without which no run can be served, or ""."""
-        return self.replication.lost_server if isinstance(self.replication, Coordinator) else ""
 
     def _description(self) -> m.ServerDescription:
         return m.ServerDescription(

@@ -51,67 +51,9 @@ Key = tuple[int, int]
 """The rank and the number of a request."""
 
 
-class Replication(Service):
-    """The relation of server ``number`` of ``count`` servers to the others, which hold a partition each.
+class Replication(Service, ABC):
+    """The relation of server ``number`` of ``count`` servers to the others, which hold a partition each."""
 
-    This class itself is for one server, which holds everything.
-    """
-
-    count: int = 1
-    number: int = 0
-
-    def begin(
-        self, end: Callable[[str], list[Out]], live: Callable[[], Container[int]], relayed: Callable[[int, bytes], Any]
-    ) -> None:
-        """Prepare for a run; ``end`` ends it, ``live`` returns its ranks, ``relayed`` handles a relayed message."""
-
-    def send_to_all(self, method: Callable[[Unpack[Arguments]], object], *arguments: Unpack[Arguments]) -> None:
-        """Make the other servers call their own such method, after all earlier ones."""
-
-    def relay(self, rank: int, message: m.Message) -> None:
-        """Make the other servers handle a rank's control message, too."""
-
-    def when_done(self, out: list[Out]) -> list[Out]:
-        """Return the answers that may be sent now; hold others until all servers have executed their commands."""
-        return out
-
-    def drain(self) -> list[Out]:
-        return []
-
-    def tick(self, now: float) -> list[Out]:
-        return []
-
-    @property
-    def peers(self) -> list[Peer]:
-        return []
-
-    def hang_up(self, peer: Peer) -> list[Out]:
-        return []
-
-    def check_addressee(self, message: type[m.Message], in_parts: bool) -> None:
-        """Raise `ProtocolError` if messages of this type are not for this server."""
-
-    def check_number(self, rank: int, request: int) -> None:
-        """Raise `ProtocolError` if a request cannot have this number."""
-
-    def hold(self, sender: Sender, message: Request, finite: bool, handle: Handle) -> list[Out]:
-        """Hold this server's part of a request, or ``handle`` it at once."""
-        return handle(sender)
-
-    def refuse(self, rank: int, request: int, refusal: m.RefusedMessage) -> None:
-        """Record that this server has refused its part of a request: all servers refuse theirs."""
-
-    # --- Messages ----------------------------------------------------------------------------------------------------
-
-    def ask_addresses(self, sender: Sender, message: m.AskServerAddresses, payload: Payload) -> list[Out]:
-        return self.send_addresses(sender.peer)
-
-    def send_addresses(self, peer: Peer) -> list[Out]:
-        """Send the addresses of the other servers, once all have joined."""
-        return [Out(peer, m.CONTROL, m.ServerAddresses(addresses=()))]
-
-
-class _PartitionedReplication(Replication, ABC):
     def __init__(self, number: int, count: int) -> None:
         self.number, self.count = number, count
         self._out: list[Out] = []
@@ -121,6 +63,7 @@ class _PartitionedReplication(Replication, ABC):
     def begin(
         self, end: Callable[[str], list[Out]], live: Callable[[], Container[int]], relayed: Callable[[int, bytes], Any]
     ) -> None:
+        """Prepare for a run; ``end`` ends it, ``live`` returns its ranks, ``relayed`` handles a relayed message."""
         self._end, self._live, self._relayed = end, live, relayed
         self._held.clear()
         self._refused.clear()
@@ -135,19 +78,59 @@ class _PartitionedReplication(Replication, ABC):
         out, self._out = self._out, []
         return out
 
+    # --- Of the coordinating server alone ----------------------------------------------------------------------------
+
+    def send_to_all(self, method: Callable[[Unpack[Arguments]], object], *arguments: Unpack[Arguments]) -> None:
+        """Make the other servers call their own such method, after all earlier ones."""
+
+    def relay(self, rank: int, message: m.Message) -> None:
+        """Make the other servers handle a rank's control message, too."""
+
+    def when_done(self, out: list[Out]) -> list[Out]:
+        """Return the answers that may be sent now; hold others until all servers have executed their commands."""
+        return out
+
+    @property
+    def peers(self) -> list[Peer]:
+        return []
+
+    @property
+    def missing(self) -> int:
+        """Return the number of servers that have not joined."""
+        return 0
+
+    @property
+    def lost_server(self) -> str:
+        """Return a sentence about a lost server, without which no run can be served, or ""."""
+        return ""
+
+    def ended(self, number: int, how: str) -> None:
+        """Record how a server's process has ended; if it has not joined, it is no longer awaited."""
+
+    # --- Requests in parts -------------------------------------------------------------------------------------------
+
+    def check_addressee(self, message: type[m.Message], in_parts: bool) -> None:
+        """Raise `ProtocolError` if messages of this type are not for this server."""
+
     def check_number(self, rank: int, request: int) -> None:
+        """Raise `ProtocolError` if a request cannot have this number."""
         if request < 1 or (rank, request) in self._held:
             raise ProtocolError(f"request {request} of rank {rank}: the parts of a request have one number, from 1 on")
         if sum(key[0] == rank for key in self._held) >= MOST_HELD:
             raise ProtocolError(f"{MOST_HELD} requests of rank {rank} wait for the rest of their parts; no more may")
 
     def hold(self, sender: Sender, message: Request, finite: bool, handle: Handle) -> list[Out]:
+        """Hold this server's part of a request until all parts have arrived."""
         key = sender.rank, message.request
         if (refusal := self._refused.pop(key, None)) is not None:
             return [Out(sender.peer, m.DATA, refusal)]
         self._held[key] = HeldPart(sender, handle)
         present = message.present if isinstance(message, m.PushMessage) else ()
         return self._part_arrived(key, finite, () if all(present) else present)
+
+    @abstractmethod
+    def refuse(self, rank: int, request: int, refusal: m.RefusedMessage) -> None:
+        """Record that this server has refused its part of a request: all servers refuse theirs."""
 
     @abstractmethod
     def _part_arrived(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
@@ -196,11 +179,11 @@ class _Parts:
     finite: bool = True
 
 
-class Coordinator(_PartitionedReplication):
+class Coordinator(Replication):
     """The server that decides the order of events.
 
     Args:
-        count: number of servers, including this one.
+        count: number of servers, including this one, which may be the only one.
         heartbeat_timeout: seconds of silence after which a server counts as gone.
         join_timeout: seconds for the others to join once a rank waits for them.
     """
@@ -269,7 +252,7 @@ class Coordinator(_PartitionedReplication):
         return self._answers_due()
 
     def _answers_due(self) -> list[Out]:
-        done = min((link.done for link in self._links.values()), default=0) if self._is_complete else -1
+        done = min((link.done for link in self._links.values()), default=self._sent) if self._is_complete else -1
         if self._gone:  # the run is over, so no rank must wait
             done = self._sent
         due = [answer for sent, answer in self._waiting if sent <= done]
@@ -290,8 +273,8 @@ class Coordinator(_PartitionedReplication):
         if hello.servers != self.count or not 0 < hello.number < self.count:
             raise Refused(
                 "server",
-                f"server {hello.number} of {hello.servers} cannot join here: this one coordinates {self.count};"
-                " give all of them the same --servers",
+                f"server {hello.number} of {hello.servers} cannot join here: this one is server 0 of {self.count}; give"
+                " all of them the same --servers, and the others the address of server 0",
             )
         if hello.number in self._links or hello.number in self._gone:
             raise Refused("server", f"there was a server {hello.number} already; give each another number")
@@ -306,8 +289,9 @@ class Coordinator(_PartitionedReplication):
             self._asked_at = None
         return out
 
-    def send_addresses(self, peer: Peer) -> list[Out]:
-        return self._when_done(lambda: [Out(peer, m.CONTROL, self._addresses())] if self._is_complete else [])
+    def ask_addresses(self, sender: Sender, message: m.AskServerAddresses, payload: Payload) -> list[Out]:
+        """Send the addresses of the other servers, once all have joined."""
+        return self._when_done(lambda: [Out(sender.peer, m.CONTROL, self._addresses())] if self._is_complete else [])
 
     def _addresses(self) -> m.ServerAddresses:
         return m.ServerAddresses(addresses=tuple(self._links[number].address for number in range(1, self.count)))
@@ -332,7 +316,6 @@ class Coordinator(_PartitionedReplication):
         return []
 
     def ended(self, number: int, how: str) -> None:
-        """Record how a server's process has ended; if it has not joined, it is no longer awaited."""
         self._ended[number] = how
 
     def _description_of(self, number: int) -> str:
@@ -407,7 +390,7 @@ class Coordinator(_PartitionedReplication):
         return self.decide(key, False, refusal, ())
 
 
-class Follower(_PartitionedReplication):
+class Follower(Replication):
     """A server other than 0, which executes the coordinator's commands."""
 
     IN_PARTS: ClassVar[tuple[type[m.Message], ...]] = (

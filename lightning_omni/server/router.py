@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import reduce
 from operator import or_
@@ -112,8 +112,6 @@ TABLE = (
     # monitoring
     Row(m.Heartbeat, CONTROL, Role.RANK, StatusService, StatusService.heartbeat),
     Row(m.AskStatus, CONTROL, Role.RANK, StatusService, StatusService.ask, when_over=True),
-    # several servers
-    Row(m.AskServerAddresses, CONTROL, Role.RANK, Replication, Replication.ask_addresses),
     # observation
     Row(m.Observe, CONTROL, Role.STRANGER, RunObservation, RunObservation.hello),
     Row(m.ObserverProof, CONTROL, Role.STRANGER, RunObservation, RunObservation.admit),
@@ -179,14 +177,15 @@ TABLE = (
 )  # fmt: skip
 """Every message that a server may receive from ranks and observers."""
 
-FOLLOWER_TABLE = (
+COORDINATOR_TABLE = (
+    Row(m.AskServerAddresses, CONTROL, Role.RANK, Coordinator, Coordinator.ask_addresses),
     Row(sm.FollowerHello, CONTROL, Role.STRANGER, Coordinator, Coordinator.hello),
     Row(sm.FollowerProof, CONTROL, Role.STRANGER, Coordinator, Coordinator.admit),
     Row(sm.PartReady, CONTROL, Role.FOLLOWER, Coordinator, Coordinator.ready),
     Row(sm.CommandsDone, CONTROL, Role.FOLLOWER, Coordinator, Coordinator.commands_done),
     Row(sm.FollowerFailed, CONTROL, Role.FOLLOWER, Coordinator, Coordinator.fail),
 )
-"""Further messages that a coordinating server may receive."""
+"""Further messages that server 0 may receive."""
 
 
 def types_on(channel: m.Channel, rows: Iterable[Row] = TABLE) -> tuple[type[m.Message], ...]:
@@ -200,14 +199,11 @@ class Router:
         ValueError: a message has two rows, or a row has no service.
     """
 
-    def __init__(
-        self, rows: Iterable[Row], services: Iterable[Any], roster: Roster, servers: Replication | None = None
-    ) -> None:
-        rows = tuple(rows)
+    def __init__(self, rows: Iterable[Row], services: Iterable[Any], roster: Roster, replication: Replication) -> None:
+        rows = tuple(rows) if replication.count > 1 else tuple(replace(row, in_parts=False) for row in rows)
         self._rows = {row.message: row for row in rows}
         self._services = {type(service): service for service in services}
-        self._roster = roster
-        self._replication = self._services[Replication] = servers or Replication()
+        self._roster, self._replication = roster, replication
         self._admission: Admission = self._services[Admission]
         self._membership: Membership = self._services[Membership]
         self._observation: RunObservation = self._services[RunObservation]
@@ -255,7 +251,7 @@ class Router:
         if notice is not None:
             return [Out(peer, channel, notice)]
         sender = self._sender(channel, peer, member.rank)
-        if row.in_parts and self._replication.count > 1:
+        if row.in_parts:
             return self._hold(row, sender, message, payload)
         return self._handle(row, sender, message, payload)
 
@@ -319,7 +315,7 @@ class Router:
 
     def keeps_payload(self, message: m.Message) -> bool:
         row = self._row(DATA, message)
-        return row.keeps or (row.in_parts and self._replication.count > 1)
+        return row.keeps or row.in_parts
 
     def _row(self, channel: m.Channel, message: m.Message, is_relayed: bool = False) -> Row:
         row = self._rows.get(type(message))

@@ -722,7 +722,7 @@ def test_the_run_ends_and_says_which_server_is_gone() -> None:
     assert notices
     assert all(notice.over for notice in notices)
     assert "parameter server 2 of 3 at memory://2 is gone" in notices[0].reason
-    assert "parameter server 2 of 3" in ensemble.cores[0].lost_server
+    assert "parameter server 2 of 3" in ensemble.cores[0].replication.lost_server
     ensemble.arrive()
     assert ensemble.cores[1].over == ensemble.cores[0].over
 
@@ -746,7 +746,7 @@ def test_a_step_that_fails_at_one_of_several_servers_ends_the_run_and_no_server(
         ensemble.lose(2)
         ensemble.arrive()
     assert [core.over for core in ensemble.cores] == ["this optimizer cannot step"] * 3
-    assert ensemble.cores[0].lost_server == ""
+    assert ensemble.cores[0].replication.lost_server == ""
     notices = {message.reason for message in ensemble.said if isinstance(message, m.Notice) and message.over}
     assert notices == {"this optimizer cannot step"}
 
@@ -769,21 +769,21 @@ def test_a_server_whose_process_has_ended_before_it_came_is_not_awaited() -> Non
     hello = handshake.hello_of("run", 0, 1, Layout(()), NONCE)
     handshake.join(partial(first_answer, alone), KEY, hello)
     assert alone.receive(m.CONTROL, b"c0", m.AskServerAddresses(), b"", 0.0) == []
-    alone.server_ended(2, "its process has ended with status -9")
+    alone.replication.ended(2, "its process has ended with status -9")
     notices = [out.message for out in alone.tick(1.0) if isinstance(out.message, m.Notice)]
     assert [notice.over for notice in notices] == [True]
-    assert "parameter server 2 of 3" in alone.lost_server
-    assert "never came: its process has ended with status -9" in alone.lost_server
+    assert "parameter server 2 of 3" in alone.replication.lost_server
+    assert "never came: its process has ended with status -9" in alone.replication.lost_server
     assert alone.over
 
 
 def test_the_end_of_the_process_of_a_server_that_has_come_is_told_by_its_connection() -> None:
     ensemble = run_of(2, 1)
-    ensemble.cores[0].server_ended(1, "its process has ended with status -9")
+    ensemble.cores[0].replication.ended(1, "its process has ended with status -9")
     ensemble._send(0, ensemble.cores[0].tick(0.0))
-    assert ensemble.cores[0].lost_server == ensemble.cores[0].over == ""
+    assert ensemble.cores[0].replication.lost_server == ensemble.cores[0].over == ""
     ensemble._send(0, ensemble.cores[0].hang_up(b"s1"))
-    assert "parameter server 1 of 2 at memory://1 is gone" in ensemble.cores[0].lost_server
+    assert "parameter server 1 of 2 at memory://1 is gone" in ensemble.cores[0].replication.lost_server
 
 
 def first_answer(core: ServerCore, message: m.Message, _: object) -> Any:
@@ -805,7 +805,7 @@ def test_what_is_no_server_of_the_run_is_refused_as_one() -> None:
 
     with pytest.raises(Refused, match="key does not match"):
         handshake.join_as_follower(say, bytes(32), hello(1, 3))
-    with pytest.raises(Refused, match="this one coordinates 3"):
+    with pytest.raises(Refused, match="this one is server 0 of 3"):
         handshake.join_as_follower(say, KEY, hello(1, 2))
     with pytest.raises(Refused, match="protocol version"):
         handshake.join_as_follower(say, KEY, sm.FollowerHello(**{**_fields(hello(1, 3)), "version": 1}))
@@ -819,7 +819,7 @@ def test_what_is_no_server_of_the_run_is_refused_as_one() -> None:
 def test_a_server_that_coordinates_no_others_is_named_to_one_that_would_follow_it() -> None:
     transport = InMemory()
     server = transport.serve(ServerCore(KEY, os.urandom))
-    with pytest.raises(Refused, match="coordinates no others: start it with --servers 3"):
+    with pytest.raises(Refused, match="this one is server 0 of 1; give all of them the same --servers"):
         transport.follow(ServerCore(KEY, os.urandom, servers=3, number=1), server.address)
 
 
