@@ -16,6 +16,7 @@ from lightning_omni.errors import (
     ConfigurationError,
     MalformedMessage,
     OmniError,
+    ProtocolError,
     Refused,
     StepFailed,
 )
@@ -24,20 +25,19 @@ from lightning_omni.methods.model.server_optimizer import Resolve, resolver
 from lightning_omni.server.admission import Admission
 from lightning_omni.server.collectives import CollectiveService
 from lightning_omni.server.epochs.epoch import Epochs
-from lightning_omni.server.epochs.service import LeaseService, ValidationService
+from lightning_omni.server.epochs.service import EpochService
 from lightning_omni.server.event_log import EventRecorder, Recorder
 from lightning_omni.server.membership.roster import Roster
 from lightning_omni.server.membership.service import Joining, Membership
 from lightning_omni.server.membership.timeouts import TimeLimits
 from lightning_omni.server.merged_head import MergedHeadService
-from lightning_omni.server.parameters.served_parameters import ServedParameters
 from lightning_omni.server.parameters.store import ParameterStore
 from lightning_omni.server.replication import Coordinator, Follower, Replication
 from lightning_omni.server.router import COORDINATOR_TABLE, TABLE, Router, Row
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Peer, Service
 from lightning_omni.server.snapshots import Snapshots
-from lightning_omni.server.status import Observers, RunObservation, StatusService
+from lightning_omni.server.status import Observers, StatusService
 from lightning_omni.server.training import Training
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.journal import Call, Journal
@@ -66,8 +66,8 @@ class ServerCore:
     Attributes:
         now: time of the current message, in seconds.
         observers: processes that observe this server, also from one run to the next.
-        router: router of the run's messages; `reset` replaces it, as it does ``admission``, ``membership``,
-            ``training``, ``status_service`` and ``observation``.
+        router: router of the run's messages; `reset` replaces it, as it does ``roster``, ``membership``, ``training``,
+            ``status_service`` and ``epochs``.
         journal: takes the decisions since the state was saved.
         reconnect_timeout: seconds for which ranks look for this server when it is gone; 0 if no other continues.
         resumed: whether it has continued the run of an earlier server.
@@ -127,30 +127,33 @@ class ServerCore:
 
     def reset(self) -> None:
         self.now, self.roster, self.resumed = 0.0, Roster(self.key), False
-        self._store, self._epochs, replication = ParameterStore(), Epochs(self.journal), self.replication
-        self.events = EventRecorder(self._record, self._store, self._epochs, self._last_now, replication.count)
+        self.store, self.epochs, replication = ParameterStore(), Epochs(), self.replication
+        self.epochs.journal = self.journal
+        self.events = EventRecorder(self._record, self.store, self.epochs, self._last_now, replication.count)
         run = RunContext(
-            self.roster, self._store, self._epochs, self.events, self.journal, replication, self.limits, self._last_now
+            self.roster, self.store, self.epochs, self.events, self.journal, replication, self.limits, self._last_now
         )
         self.admission = Admission(run, self.key, self._random, lambda: self.data_port, lambda: self.reconnect_timeout)
-        training = self.training = Training(run, self.admission)
+        training = self.training = Training(run)
         self._collective_service = CollectiveService(run, training, lambda *brought: self.router.forward(*brought))
-        self._validation_service = ValidationService(run, training)
-        self.status_service = StatusService(run, self._clock, lambda: self.strangers, lambda: training.pushes)
-        self.observation = RunObservation(
-            run, self.status_service, self.observers, lambda: self.membership.over, self._description
+        self._epoch_service = EpochService(run, training)
+        self.status_service = StatusService(
+            run,
+            self.observers,
+            self._clock,
+            lambda: self.strangers,
+            lambda: training.pushes,
+            self._description,
         )
         # The services are notified in this order.
         self._services: list[Service] = [
             replication,
             self._collective_service,
-            LeaseService(run, training),
+            self._epoch_service,
             training,
-            self._validation_service,
             Snapshots(run, training, self._resolve, self._resolve_module),
             MergedHeadService(run, self._clock),
             self.status_service,
-            self.observation,
             Joining(run, self._collective_service, self._random, lambda *asked: self.membership.join(*asked)),
             *(service(self) for service in self._more_services),
         ]
@@ -177,11 +180,7 @@ class ServerCore:
             ProtocolError: this peer may not send the message, or not this many bytes. With several servers, all refuse
                 their parts.
         """
-        try:
-            return self.router.check_payload(peer, message)
-        except Refused as no:
-            self._count(no)
-            raise
+        return self.router.check_payload(peer, message)
 
     def receive(self, channel: m.Channel, peer: Peer, message: m.Message, payload: Payload, now: float) -> list[Out]:
         """Handle a message at ``now``, in seconds on any monotonic clock, and return the messages to send."""
@@ -190,8 +189,7 @@ class ServerCore:
         try:
             return self._sent(self.router.route(channel, peer, message, payload, now))
         except Refused as no:
-            self._count(no)
-            return self._sent([Out(peer, channel, m.RefusedMessage(code=no.code, reason=str(no)))])
+            return self.refuse(channel, peer, no)
         except (CollectiveMismatch, StepFailed) as error:
             return self._sent(self.membership.end(str(error)))
         except OmniError as error:
@@ -214,7 +212,7 @@ class ServerCore:
             out = []
         replication.commands_executed += 1
         if message.call.method in [each.__qualname__ for each in awaited]:
-            replication.report()
+            replication.tick(self.now)
         return self._sent(out)
 
     def follower_hello(self, address: str, nonce: bytes) -> sm.FollowerHello:
@@ -230,9 +228,11 @@ class ServerCore:
             out = [each for each in out if each.channel == m.DATA]
         return out + self.replication.drain()
 
-    def refuse(self, channel: m.Channel, peer: Peer, reason: str) -> list[Out]:
-        self.strangers += 1
-        return [Out(peer, channel, m.RefusedMessage(code="malformed", reason=reason))]
+    def refuse(self, channel: m.Channel, peer: Peer, error: ProtocolError) -> list[Out]:
+        """Count and answer a message that is malformed, or that `check_payload` refuses."""
+        code = error.code if isinstance(error, Refused) else "malformed"
+        self.strangers += code in STRANGE
+        return self._sent([Out(peer, channel, m.RefusedMessage(code=code, reason=str(error)))])
 
     def tick(self, now: float) -> list[Out]:
         """Pass the time: methods continue, and silent, late or stalled ranks are lost."""
@@ -240,7 +240,6 @@ class ServerCore:
             return self._sent(self.replication.tick(now))
         self._pass_time(now)
         self.status_service.tick(now)
-        self.observation.tick(now)
         # A method's answers must be passed to the socket before the loss of a rank can change the weights again.
         try:
             out = self.training.expire(now) or self.membership.tick(now)
@@ -256,7 +255,7 @@ class ServerCore:
         return self._sent(self.membership.lose(rank, reason))
 
     def hang_up(self, peer: Peer) -> list[Out]:
-        self.observers.forget(peer)
+        self.observers.peers.pop(peer, None)
         self.roster.numbers.withdraw(peer)
         return self._sent(self.membership.hang_up(peer) + self.replication.hang_up(peer))
 
@@ -271,7 +270,7 @@ class ServerCore:
     @property
     def has_state(self) -> bool:
         """Return whether a run is under way that `state` can represent completely."""
-        return bool(self._store.all) and not self._store.heads and not self.over and not self.is_over
+        return bool(self.store.all) and not self.store.heads and not self.roster.over and not self.roster.is_over
 
     def state(self) -> dict[str, Any]:
         """Return the state from which another server can continue the run, as plain values and live tensors.
@@ -307,18 +306,18 @@ class ServerCore:
                 service.load(saved)
         writes, self.journal.write = self.journal.write, None
         self._repeat(journal)
-        self._epochs.go_back()
-        for group in self._epochs.validations.evaluating:  # groups that wait for others report that again
+        self.epochs.go_back()
+        for group in self.epochs.validations.evaluating:  # groups that wait for others report that again
             self.training.idle(self.roster.formed.exchanges_with(group, 0))
         self.journal.write, self.journal.is_due = writes, True
         self._pass_time(now)
 
     def _repeat(self, journal: Iterable[Call]) -> None:
-        epochs, validations, membership = self._epochs, self._epochs.validations, self.membership
+        epochs, validations, membership = self.epochs, self.epochs.validations, self.membership
         methods = (
-            *(epochs.open, epochs.train, epochs.redraw, epochs.wait, epochs.resolve_pending, epochs.leave),
+            *(epochs.open, epochs.train, epochs.draw, epochs.wait, epochs.resolve_pending, epochs.leave),
             *(epochs.go_back, validations.claim, validations.publish, validations.save),
-            *(self._validation_service.read_result, self._collective_service.gather, self.roster.numbers.assign),
+            *(self._epoch_service.read_result, self._collective_service.gather, self.roster.numbers.assign),
             *(membership.lose_again, membership.leave, membership.join_again, self.training.restructure_again),
         )
         try:
@@ -330,19 +329,7 @@ class ServerCore:
                 " it was saved again; this run cannot go on: resume it from a checkpoint"
             ) from error
 
-    def note_restart(self) -> None:
-        """Write to the journal that the training since the save that this server continued no longer counts."""
-        self.journal.note(self._epochs.go_back)
-
     # --- Status ------------------------------------------------------------------------------------------------------
-
-    @property
-    def over(self) -> str:
-        return self.membership.over
-
-    @property
-    def is_over(self) -> bool:
-        return self.roster.is_over
 
     @property
     def generation(self) -> int:
@@ -354,39 +341,17 @@ class ServerCore:
         """Return the control connections of ranks that have not left, other servers, observers, joining groups."""
         if self.replication.number:
             return []
-        watching = self.observers.peers + self.roster.numbers.peers
-        return self.membership.peers + self.replication.peers + list(dict.fromkeys(watching))
+        watching = dict.fromkeys([*self.observers.peers, *self.roster.numbers.peers])
+        return [*self.membership.peers, *self.replication.peers, *watching]
 
     def is_admitted(self, channel: m.Channel, peer: Peer) -> bool:
-        if channel == m.CONTROL and (peer in self.replication.peers or self.observers.has(peer)):
+        if channel == m.CONTROL and (peer in self.replication.peers or peer in self.observers.peers):
             return True
-        return self.admission.find(channel, peer) is not None
-
-    def data_connection(self, rank: int) -> tuple[Peer, bytes] | None:
-        return self.admission.data_connection(rank)
-
-    @property
-    def optimizers(self) -> list[ServedParameters]:
-        return self._store.all
-
-    @property
-    def clock(self) -> int:
-        return self._store.clock
-
-    def note_life(self, peer: Peer, now: float) -> None:
-        if (member := self.roster.by_peer(peer)) is not None:
-            member.last_seen = now
-
-    def set_host(self, peer: Peer, host: str) -> None:
-        if (member := self.roster.by_peer(peer)) is not None:
-            member.host = host
+        return self.roster.find(channel, peer) is not None
 
     def _pass_time(self, now: float) -> None:
         self.now = now
         self.training.set_time(now)
-
-    def _count(self, no: Refused) -> None:
-        self.strangers += no.code in STRANGE
 
     def _description(self) -> m.ServerDescription:
         return m.ServerDescription(

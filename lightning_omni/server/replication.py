@@ -19,7 +19,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 from typing_extensions import TypeVarTuple, Unpack
 
@@ -42,11 +42,6 @@ Handle = Callable[[Sender], list[Out]]
 """A function that handles this server's part of a request, as its row in the table specifies."""
 
 
-class HeldPart(NamedTuple):
-    sender: Sender
-    handle: Handle
-
-
 Key = tuple[int, int]
 """The rank and the number of a request."""
 
@@ -57,7 +52,7 @@ class Replication(Service, ABC):
     def __init__(self, number: int, count: int) -> None:
         self.number, self.count = number, count
         self._out: list[Out] = []
-        self._held: dict[Key, HeldPart] = {}
+        self._held: dict[Key, tuple[Sender, Handle]] = {}
         self._refused: dict[Key, m.RefusedMessage] = {}  # parts to refuse when they arrive
 
     def begin(
@@ -78,6 +73,10 @@ class Replication(Service, ABC):
         out, self._out = self._out, []
         return out
 
+    @abstractmethod
+    def tick(self, now: float) -> list[Out]:
+        """Look for servers that are gone, or report to the coordinating server."""
+
     # --- Of the coordinating server alone ----------------------------------------------------------------------------
 
     def send_to_all(self, method: Callable[[Unpack[Arguments]], object], *arguments: Unpack[Arguments]) -> None:
@@ -89,6 +88,9 @@ class Replication(Service, ABC):
     def when_done(self, out: list[Out]) -> list[Out]:
         """Return the answers that may be sent now; hold others until all servers have executed their commands."""
         return out
+
+    def hang_up(self, peer: Peer) -> list[Out]:
+        return []
 
     @property
     def peers(self) -> list[Peer]:
@@ -124,7 +126,7 @@ class Replication(Service, ABC):
         key = sender.rank, message.request
         if (refusal := self._refused.pop(key, None)) is not None:
             return [Out(sender.peer, m.DATA, refusal)]
-        self._held[key] = HeldPart(sender, handle)
+        self._held[key] = sender, handle
         present = message.present if isinstance(message, m.PushMessage) else ()
         return self._part_arrived(key, finite, () if all(present) else present)
 
@@ -148,14 +150,15 @@ class Replication(Service, ABC):
                 for oldest in of_rank[:-MOST_HELD]:  # parts that were refused here never arrive
                     del self._refused[oldest]
             return []
+        sender, handle = held
         if refusal is None:
             try:
-                return held.handle(held.sender._replace(finite=finite, elsewhere=elsewhere))
+                return handle(sender._replace(finite=finite, elsewhere=elsewhere))
             except StepFailed:
                 raise
             except OmniError as error:
                 refusal = refusal_of(error)
-        return [Out(held.sender.peer, m.DATA, refusal)]
+        return [Out(sender.peer, m.DATA, refusal)]
 
 
 @dataclass
@@ -302,7 +305,8 @@ class Coordinator(Replication):
                 return self._lose(number, f"gave no sign of life for {self._heartbeat_timeout:.0f} s")
         missing = sorted(set(range(1, self.count)) - self._links.keys() - self._gone.keys())
         if ended := [number for number in missing if number in self._ended]:
-            return self._fail_to_join(ended[0], self._ended[ended[0]])
+            reason = self._gone[ended[0]] = f"{self._description_of(ended[0])}, never came: {self._ended[ended[0]]}"
+            return self._end(f"{reason}; the run cannot go on without it") + self._answers_due()
         if missing and self._asked_at is not None and now - self._asked_at > self._join_timeout:
             self._asked_at = None
             reason = f"{self._description_of(missing[0])}, did not come within {self._join_timeout:.0f} s"
@@ -320,11 +324,6 @@ class Coordinator(Replication):
 
     def _description_of(self, number: int) -> str:
         return f"parameter server {number} of {self.count}, which is to hold a partition of the parameters"
-
-    def _fail_to_join(self, number: int, how: str) -> list[Out]:
-        reason = f"{self._description_of(number)}, never came: {how}"
-        self._gone[number] = reason
-        return self._end(f"{reason}; the run cannot go on without it") + self._answers_due()
 
     def _lose(self, number: int, what: str) -> list[Out]:
         link = self._links.pop(number)
@@ -413,11 +412,8 @@ class Follower(Replication):
                 " server that coordinates, server 0"
             )
 
-    def report(self) -> None:
-        self._send(sm.CommandsDone(count=self.commands_executed))
-
     def tick(self, now: float) -> list[Out]:
-        self.report()
+        self._send(sm.CommandsDone(count=self.commands_executed))
         return []
 
     def refuse(self, rank: int, request: int, refusal: m.RefusedMessage) -> None:

@@ -65,16 +65,16 @@ class Snapshots(Service):
         if formed.message is None:
             raise ProtocolError("form groups first")
         tree = unpack(message.packed, as_tensor(payload))
-        method, groups = REGISTRY.from_wire(formed.message.method), self._roster.groups
+        method, groups = REGISTRY.from_wire(formed.message.method), self._roster.formed.alive
         try:
             self._store.hold([self._served_of(part, method, groups) for part in tree["parts"]])
         except OmniError:
             raise
         except Exception as error:  # torch raises various errors on invalid states
             raise MalformedMessage(f"not a seed: {type(error).__name__}: {error}") from error
-        self._store.answer_as(formed.message)
+        self._training.apply_settings(formed.message)
         for number in range(len(self._store.all)):
-            self._events.seed(number, formed.topology.groups if formed.topology else (), formed.message)
+            self._events.seed(number, formed.groups, formed.message)
         self._journal.outdate()
         return [Out(sender.peer, m.DATA, m.WeightsUploaded())]
 

@@ -31,9 +31,6 @@ class Membership:
 
     Args:
         services: services to notify of changes of groups, in this order.
-
-    Attributes:
-        over: why the run cannot continue, or "".
     """
 
     def __init__(
@@ -48,7 +45,6 @@ class Membership:
         self._services = services
         self._waited_for = [each for each in services if type(each).resolve_pending is not Service.resolve_pending]
         self._status_service, self._collective_service = monitoring, synchronization
-        self.over = ""
 
     @property
     def peers(self) -> list[Peer]:
@@ -71,8 +67,8 @@ class Membership:
         if member.rank in self._roster.lost and not even_lost:
             barred = member.rank in self._roster.barred
             return m.Notice(lost=self._roster.lost_ranks, reason=self._roster.lost[member.rank], barred=barred)
-        if self.over and not even_over:
-            return m.Notice(lost=self._roster.lost_ranks, reason=self.over, over=True)
+        if self._roster.over and not even_over:
+            return m.Notice(lost=self._roster.lost_ranks, reason=self._roster.over, over=True)
         return None
 
     # --- Messages ----------------------------------------------------------------------------------------------------
@@ -94,7 +90,7 @@ class Membership:
                 " servers: the size of each group must be a multiple of that"
             )
         formed = self._roster.formed
-        formed.form(topology, message)
+        formed.form(message)
         self._journal.outdate()
         for service in self._services:
             service.form(topology, method, message)
@@ -121,7 +117,7 @@ class Membership:
             group=group,
             incarnation=formed.identity(group).incarnation,
             generation=formed.message.generation,
-            groups=self._roster.groups,
+            groups=self._roster.formed.alive,
             method=formed.message.method,
             wire_format=formed.message.wire_format,
             plan=self._epochs.book.plan if self._epochs.book is not None else None,
@@ -147,9 +143,9 @@ class Membership:
 
     def evict(self, sender: Sender, message: m.Evict, payload: Payload) -> list[Out]:
         roster, group = self._roster, message.group
-        if self.over:
-            raise ProtocolError(f"the run is over: {self.over}")
-        if group not in roster.groups or roster.formed.identity(group).incarnation != message.incarnation:
+        if self._roster.over:
+            raise ProtocolError(f"the run is over: {self._roster.over}")
+        if group not in roster.formed.alive or roster.formed.identity(group).incarnation != message.incarnation:
             raise ProtocolError(f"there is no group {group} of incarnation {message.incarnation} any more")
         name, ranks = roster.formed.identity(group).name, roster.formed.members(group)
         if roster.ends_with(group):
@@ -192,7 +188,7 @@ class Membership:
 
     def _notify_of_end(self) -> list[Out]:
         roster = self._roster
-        if self.over or not roster.is_over or not (roster.finished or roster.joining):
+        if self._roster.over or not roster.is_over or not (roster.finished or roster.joining):
             return []
         return self._send_end(TRAINED_TO_ITS_END if roster.finished else _BEGINNER_IS_GONE)
 
@@ -204,16 +200,16 @@ class Membership:
 
     def tick(self, now: float) -> list[Out]:
         out, roster, limits = list[Out](), self._roster, self._limits
-        for rank, reason in roster.stalled(now, limits.progress, self._collective_service.contributed):
+        for rank, reason in list(roster.stalled(now, limits.progress, self._collective_service.contributed)):
             out += self.lose(rank, reason)
-        for rank, reason in roster.silent(now, limits.silence_of(roster.joining), limits.join):
-            if self.over:
+        for rank, reason in list(roster.silent(now, limits.silence_of(roster.joining), limits.join)):
+            if self._roster.over:
                 self._roster.gone.add(rank)
             out += self.lose(rank, reason)
         return out
 
     def hang_up(self, peer: Peer) -> list[Out]:
-        member = self._roster.by_peer(peer)
+        member = self._roster.find(m.CONTROL, peer)
         if member is None:
             return []
         out = self.lose(member.rank, f"rank {member.rank} is gone without a goodbye: its process or its machine failed")
@@ -222,7 +218,7 @@ class Membership:
 
     def lose(self, rank: int, reason: str, barred: bool = False) -> list[Out]:
         """Evict the group of a dead rank, or end the run; if ``barred``, the group must not rejoin by itself."""
-        if rank not in self._roster.live or self.over:  # it is gone already, or is in no group yet
+        if rank not in self._roster.live or self._roster.over:  # it is gone already, or is in no group yet
             return []
         self._replication.send_to_all(self.lose, rank, reason, barred)
         group, over = self._roster.lose(rank, reason, barred)
@@ -242,7 +238,7 @@ class Membership:
         return [out for service in self._waited_for for out in service.resolve_pending()]
 
     def end(self, reason: str) -> list[Out]:
-        self.over, self._roster.can_continue = reason, False
+        self._roster.over, self._roster.can_continue = reason, False
         self._replication.send_to_all(self.end, reason)
         return self._send_end(reason)
 
@@ -358,14 +354,10 @@ class Joining(Service):
             return False
         if not self._roster.live:  # without live ranks no collective or stop is under way
             return True
-        return self._have_parted and not book.is_drained and not self._epochs.stop
-
-    @property
-    def _have_parted(self) -> bool:
-        """Return whether no synchronization or validation has begun since the state was stored."""
-        synchronization = self._collective_service
-        is_since = self._stored_at == synchronization.completed and self._called == self._epochs.called
-        return is_since and not synchronization.contributed
+        # No synchronization or validation may have begun since the state was stored.
+        completed, contributed = self._collective_service.completed, self._collective_service.contributed
+        have_parted = (completed, self._epochs.called) == (self._stored_at, self._called) and not contributed
+        return have_parted and not book.is_drained and not self._epochs.stop
 
     def _add_group(self, sender: Sender, message: m.Join) -> list[Out]:
         try:

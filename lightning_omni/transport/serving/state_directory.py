@@ -131,7 +131,7 @@ class StateDirectory:
         age = time.time() - path.stat().st_mtime
         return (
             f"goes on with a run of {core.roster.world_size} ranks, from a state that was saved {age:.1f} s before:"
-            f" {core.clock} updates"
+            f" {core.store.clock} updates"
         )
 
     def poll(self, core: ServerCore) -> None:
@@ -169,9 +169,9 @@ class StateDirectory:
         core.journal.write, core.journal.is_due = None, False
         self._close_journal()
         with contextlib.suppress(OSError):
-            if core.over and (saves := numbers_in(self._path, SAVED)):  # its weights may still be of use
+            if core.roster.over and (saves := numbers_in(self._path, SAVED)):  # its weights may still be of use
                 self._keep_ended(saves[-1])
-            elif not core.over and core.generation and (core.roster.finished or not core.roster.lost):
+            elif not core.roster.over and core.generation and (core.roster.finished or not core.roster.lost):
                 # It has ended in good order: nothing of an earlier one stays.
                 (self._path / ENDED).unlink(missing_ok=True)
             self._remove_before(self._number + 1)
@@ -235,7 +235,7 @@ class StateDirectory:
 
         core.journal.write = write
         if self._went_on:
-            core.note_restart()
+            core.journal.note(core.epochs.go_back)
             self._went_on = False
 
     def _lose(self, core: ServerCore, error: Exception) -> None:

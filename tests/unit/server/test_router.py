@@ -43,7 +43,7 @@ def refusal(link: Link, row: Row, peer: bytes) -> Any:
         if row.channel == m.DATA:
             link.core.check_payload(peer, message)
     except Refused as no:
-        return m.RefusedMessage(code=no.code, reason=str(no))
+        return link.core.refuse(row.channel, peer, no)[0].message
     except ProtocolError as error:
         return m.RefusedMessage(code="before its payload", reason=str(error))
     out = link.core.receive(row.channel, peer, message, b"", link.now)
@@ -158,7 +158,7 @@ class Told(Service):
         return [Out(sender.peer, m.DATA, m.GroupStateStored())]
 
     def answer(self, sender: Sender, message: AskTold, payload: Payload) -> list[Out]:
-        told = f"{self.numbers.get(sender.group)} at clock {self._core.clock}"
+        told = f"{self.numbers.get(sender.group)} at clock {self._core.store.clock}"
         return [Out(sender.peer, m.CONTROL, m.Next(next=told))]
 
     def evict(self, group: int, lost: bool) -> list[Out]:
