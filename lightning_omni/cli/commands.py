@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from json import dumps
 from pathlib import Path
 from typing import Any, Literal
@@ -18,9 +19,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from lightning_omni.cli.console import (
-    check_file,
     command_output,
-    make_folder,
     print_line,
     print_sentence,
     show,
@@ -28,7 +27,15 @@ from lightning_omni.cli.console import (
     tall_table_of,
 )
 from lightning_omni.cli.simulate_settings import SimulationSettings
-from lightning_omni.cli.units import Quantity, bytes_of, check_above_zero, rate_of, seconds_of, time_of
+from lightning_omni.cli.units import (
+    Quantity,
+    bytes_of,
+    check_above_zero,
+    check_momentum,
+    rate_of,
+    seconds_of,
+    time_of,
+)
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 
 # --- compare ----------------------------------------------------------------------------------------------------------
@@ -74,8 +81,7 @@ def compare(
             " --speeds 1,1,1,0.25 --link 100Mbit --model-size 50MB --step 0.2s"
         )
     check_above_zero({"batch_size": batch_size, "sites": sites})
-    if not 0 <= momentum < 1:
-        raise ConfigurationError(f"--momentum {momentum}: pass a number from 0 up to 1, but not 1")
+    check_momentum(momentum)
     if not 0 <= scatter <= 2:
         raise ConfigurationError(f"--scatter {scatter}: pass a part of the mean, from 0 to 2")
     if sites == 1 and (site_link is not None or site_latency is not None):
@@ -151,7 +157,6 @@ def plan(
     samples: float | None = None,
     momentum: float | None = None,
     lr: float | None = None,
-    out: Path | None = None,
 ) -> int:
     """Predict how fast more machines, or another network, would train, and with how many groups.
 
@@ -173,13 +178,11 @@ def plan(
         samples: Samples that training takes with one group, to predict the time of the whole training.
         momentum: Momentum that suits a single group. By default the file's.
         lr: Learning rate that suits a single group. By default the file's.
-        out: Folder for the page, plan.html, and the picture.
     """
     check_above_zero({"samples": samples, "lr": lr})
     if batch_size is not None and not 1 <= batch_size < math.inf:
         raise ConfigurationError(f"--batch-size {batch_size}: pass a number of samples, 1 or more")
-    if momentum is not None and not 0 <= momentum < 1:
-        raise ConfigurationError(f"--momentum {momentum}: pass a number from 0 up to 1, but not 1")
+    check_momentum(momentum)
     _check_planned_servers(servers, nodes)
     rate = None if bandwidth is None else rate_of("--bandwidth", bandwidth)
     delay = None if latency is None else seconds_of("--latency", latency)
@@ -198,17 +201,10 @@ def plan(
     given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
     given |= {"per_node": True} if per_node else {}
     ways = exchanges_of(search, method, compression, period, all_reduce)
-    if out is not None:
-        make_folder("--out", out)
-        for each in of.files(out):
-            check_file("--out", each)
     planned = of.Plan(search, given, own, ways)
     show(*tables(planned, samples))
     for line in of.sentences(planned, samples):
         print_sentence(line)
-    if out is not None:
-        for each in of.save(planned, samples, out):
-            print_line(f"{'page' if each.suffix == '.html' else 'picture'}: {each}")
     return 0
 
 
@@ -296,7 +292,7 @@ def serve(
         heartbeat_timeout: Silence after which a rank counts as dead, as in 30s, or in seconds, at least 2. By default
             5s if groups join on their own, and 30s if all ranks are started together.
         threads: Threads for the optimizer's arithmetic.
-        once: Exit after the first run.
+        once: Exit after the first run; with status 143 if SIGTERM ends the server before.
         record: File for a record of all changes to the weights, to replay in the simulator; needs --once. Of several
             servers, the coordinating one writes it.
         method: Methods of your own that runs may use, as module:Class, separated by commas.
@@ -322,6 +318,8 @@ def serve(
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's threads, which compute nothing here
     # Imported here, so that --help does not wait for torch.
     from lightning_omni.cli.serve import Options, stand
+    from lightning_omni.methods.model.modules import module_resolver
+    from lightning_omni.methods.model.server_optimizer import resolver
     from lightning_omni.transport.serving.process import ServerSettings
     from lightning_omni.transport.zeromq.keys import load_or_create
 
@@ -369,6 +367,10 @@ def serve(
     ):
         if is_given:
             raise ConfigurationError(f"{option}: it is for {needed}, which is missing; pass both, or leave it out")
+    for path in settings.allow_optimizers:
+        resolver(settings.allow_optimizers)(path)
+    for path in settings.allow_modules:
+        module_resolver(settings.allow_modules)(path)
     options = Options(here, data_port, encryption, once, http, http_host, where)
     return stand(settings, options, Console(stderr=True))
 
@@ -486,13 +488,40 @@ def top(
     observer = Observer(address, key, encryption, CONNECT_TIME)
     console = Console()
     if not once and sys.stdout.isatty() and not console.is_dumb_terminal:
-        return watch(console, observer, lambda: Observer(address, key, encryption, AGAIN), seconds)
-    try:
+        watch(console, observer, lambda: Observer(address, key, encryption, AGAIN), seconds)
+    with closing(observer):
         rates = Rates()
         rates.add(time.monotonic(), observer.overview())
         time.sleep(seconds)  # a rate needs two readings
         rates.add(time.monotonic(), overview := observer.overview())
-    finally:
-        observer.close()
-    show(picture(overview, rates, keys=False))
+    show(picture(overview, rates))
+    return 0
+
+
+# --- evict ------------------------------------------------------------------------------------------------------------
+
+
+def evict(address: str, group: str, bar: bool = False, key_file: Path | None = None, encryption: str = "curve") -> int:
+    """Evict a group from the run of a parameter server, as if it had died.
+
+    Its ranks exit with the reason; what it had drawn goes back to the pool, and the other groups continue.
+
+    Args:
+        address: Address of the server, as in tcp://host:5555.
+        group: Name of the group, as top shows it.
+        bar: Let no group that connects from the same addresses join any more, where groups join on their own.
+        key_file: File with the shared key. By default the key is that in LIGHTNING_OMNI_KEY, or else in the file that
+            lightning-omni serve creates.
+        encryption: "curve" or "off", the same as the server's.
+    """
+    # Imported here, so that --help does not wait for torch.
+    from lightning_omni.transport.zeromq.keys import load_key
+    from lightning_omni.transport.zeromq.observer import Observer
+
+    with closing(Observer(address, load_key(key_file), encryption, CONNECT_TIME)) as observer:
+        groups = {each.status.name: each.status for each in observer.overview().groups}
+        if group not in groups:
+            raise ConfigurationError(f"there is no group {group}; pass one of: {', '.join(groups) or 'none is there'}")
+        observer.evict(groups[group], bar)
+    print_line(f"group {group} is evicted")
     return 0

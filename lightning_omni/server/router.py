@@ -120,7 +120,6 @@ TABLE = (
     Row(m.AskServer, CONTROL, Role.OBSERVER, StatusService, StatusService.describe),
     Row(m.Echo, CONTROL, Role.OBSERVER, StatusService, StatusService.echo),
     Row(m.Evict, CONTROL, Role.OBSERVER, Membership, Membership.evict),
-    Row(m.SaveNow, CONTROL, Role.OBSERVER, Membership, Membership.save),
     # data
     Row(m.OpenEpoch, CONTROL, Role.MEMBER, EpochService, EpochService.open),
     Row(m.DrawBatches, CONTROL, Role.MEMBER, EpochService, EpochService.draw),

@@ -26,8 +26,8 @@ RATE_WINDOW = 10.0
 # --- Observers --------------------------------------------------------------------------------------------------------
 
 # Rule 1: an observer proves that it holds the run's key, as a rank does; the server answers no other process.
-# Rule 2: an observer does not participate: no rank and no collective waits for it. It changes the run only by `Evict`,
-# `SaveNow` and `RegisterGroup`. It stays connected after the run, and observes the next one.
+# Rule 2: an observer does not participate: no rank and no collective waits for it. It changes the run only by `Evict`
+# and `RegisterGroup`. It stays connected after the run, and observes the next one.
 
 MOST_OBSERVERS = 64
 """The most observers; a further one displaces the one admitted first."""

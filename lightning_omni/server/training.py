@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from typing import Any, Literal
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -197,11 +196,7 @@ class Training(Service):
                 self._epochs.train(group, message.epoch, message.trained)
             served.method_side.fetched(group)
             self._events.note("fetch", group, message.optimizer, epoch=message.epoch, spans=spans)
-        out = self._weights(sender.peer, message.optimizer, -1, _master_weights(served, group))
-        # A group that reads the weights of a run that it has joined may delay no other group.
-        has_joined = self._roster.joining and group >= 0 and not self.handled[group]
-        is_alone = not any(served.method_side.method.holds_others_up for _, served in self._store.pushed)
-        return [msgspec.structs.replace(out, may_take_long=has_joined and is_alone)]
+        return [self._weights(sender.peer, message.optimizer, -1, _master_weights(served, group))]
 
     def check_average(self, sender: Sender, message: m.AverageMessage) -> int:
         layout = self._store.optimizer(message.optimizer).layout_of_average(sender.group, message.absent)

@@ -357,7 +357,7 @@ class Epochs(msgspec.Struct, dict=True):
         group, question = self._waiting[rank]
         if self._validated.get(rank, 0) == self._validations:
             if self._has_more(group, question):
-                self.book.draw(group, question.trained)
+                self.book.deal(group, question.trained)
                 return "more"
             if self.stop and not self._is_called_over:
                 return f"stop:{self.stop}"
