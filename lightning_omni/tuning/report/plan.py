@@ -12,7 +12,7 @@ from typing import Any
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.palette import CHOSEN, EXPECTED, can_draw, new_figure, plot_interval, png_of
-from lightning_omni.tuning.model.convergence import Estimate
+from lightning_omni.tuning.model.estimate import Estimate
 from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction, Profile
 from lightning_omni.tuning.report.summary import ReportOrigin, duration

@@ -11,7 +11,7 @@ from functools import cached_property
 
 from lightning_omni.checks import counted
 from lightning_omni.serialization import Serializable
-from lightning_omni.tuning.model.convergence import Estimate, samples_to
+from lightning_omni.tuning.model.estimate import Estimate
 from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction, Profile
 from lightning_omni.tuning.search import Choice, Search
@@ -76,17 +76,6 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * unit and math.isfinite(seconds):
             return f"{seconds / unit:.1f} {name}"
     return f"{seconds:.3g} s"
-
-
-def interval(seconds: Estimate) -> str:
-    """Return seconds with their interval as text.
-
-    Example:
-        >>> interval(Estimate(42.0, 30.0, 60.0)), interval(Estimate(42.0, 30.0, math.inf))
-        ('42 s (30 s to 60 s)', '42 s (30 s or more)')
-    """
-    end = "or more" if math.isinf(seconds.high) else f"to {duration(seconds.high)}"
-    return f"{duration(seconds.value)} ({duration(seconds.low)} {end})"
 
 
 # --- The run: its searches, measurements and times --------------------------------------------------------------------
@@ -220,17 +209,11 @@ class Contribution:
 class SearchSummary:
     """The derived numbers of one search.
 
-    Args:
-        target: loss to be reached, if any.
-        measured_after: as in `Round`.
+    ``measured_after`` is as in `Round`.
     """
 
-    def __init__(
-        self, search: Search, target: float | None = None, measured_after: Mapping[int, float] | None = None
-    ) -> None:
+    def __init__(self, search: Search, measured_after: Mapping[int, float] | None = None) -> None:
         self.search, self.measured_after = search, measured_after or {}
-        batches = search.observation.batches
-        self._samples = samples_to(target, batches.samples, batches.losses) if target is not None else None
 
     @cached_property
     def choice(self) -> Choice:
@@ -255,17 +238,7 @@ class SearchSummary:
     def groups(self) -> tuple[int, ...]:
         return self.search.possible_groups
 
-    # --- Times -------------------------------------------------------------------------------------------------------
-
-    @property
-    def seconds(self) -> Estimate | None:
-        """Return the seconds to the target with the choice; None without a target or a finite forecast."""
-        if self._samples is None:
-            return None
-        chosen, rate = self.samples(self.choice.setting), self.search.throughput(self.choice.setting)
-        value = self._samples.value * chosen.value / rate
-        found = Estimate(value, self._samples.low * chosen.low / rate, self._samples.high * chosen.high / rate)
-        return found if math.isfinite(value) else None
+    # --- Speed -------------------------------------------------------------------------------------------------------
 
     @cached_property
     def speed_up(self) -> Estimate:
@@ -301,7 +274,7 @@ class SearchSummary:
         found = {"speed_up": self.speed_up.value, "samples_per_second": self.rate.value}
         if self.measured_rate is not None:
             found["measured_samples_per_second"] = self.measured_rate
-        return found if self.seconds is None else {**found, "seconds_to_target": self.seconds.value}
+        return found
 
     @property
     def headline(self) -> dict[str, str]:
@@ -310,8 +283,6 @@ class SearchSummary:
         if self.measured_rate is not None:
             outside = ", outside the forecast's interval" if self.is_outside else ""
             found[NAMES["measured_samples_per_second"]] = f"{number(self.measured_rate)}{outside}"
-        if self.seconds is not None:
-            found[NAMES["seconds_to_target"]] = interval(self.seconds)
         return found
 
     def samples(self, setting: Setting) -> Estimate:
@@ -369,24 +340,6 @@ class SearchSummary:
         return best
 
     @cached_property
-    def systems(self) -> dict[str, Setting]:
-        """Return the settings that well-known systems would use.
-
-        They keep the user's learning rate, except for Rudra, which divides it by the staleness, and Omnivore, which
-        tunes it and uses the groups at which a part saturates.
-        """
-        own, ranks = self.start, self.ranks
-        alone, all_apart = Setting(1, own.momentum, own.lr), Setting(ranks, own.momentum, own.lr)
-        return {
-            "your own setting": own,
-            "DDP, Horovod (synchronous)": alone,
-            "proportional batches": replace(alone, rebalance=True),
-            "Downpour, A-SGD (asynchronous, untuned)": all_apart,
-            "Rudra (asynchronous, lr by staleness)": replace(all_apart, lr=own.lr / max(1, ranks - 1)),
-            "Omnivore (groups where a part saturates)": self.search.theory.tuned(self.profile.saturating_groups()),
-        }
-
-    @cached_property
     def predictions(self) -> dict[tuple[int, bool], Prediction]:
         return {
             (setting.groups, rebalance): self._prediction_of(replace(setting, rebalance=rebalance))
@@ -437,7 +390,6 @@ NAMES = {
     "speed_up": "speed-up over your own setting",
     "samples_per_second": "samples/s, forecast",
     "measured_samples_per_second": "samples/s, measured",
-    "seconds_to_target": "time to the target, forecast",
 }
 """The names of the headline's numbers, for people, by those in files and loggers."""
 

@@ -142,19 +142,6 @@ class Section:
         return TextTable(["trained with", "seconds, measured over predicted", "standard error"], rows)
 
     @property
-    def systems(self) -> TextTable:
-        summary = self.summary
-        heads = ["system", "setting", "speed-up", "80 % interval"]
-        settings = {"the choice": summary.choice.setting, **summary.systems}
-        gains = {name: summary.speed_up_of(each) for name, each in settings.items()}
-        rows = [
-            [name, str(settings[name]), times(gain.value), f"{times(gain.low)} to {times(gain.high)}"]
-            for name, gain in gains.items()
-        ]
-        most = max(gain.value for gain in gains.values())
-        return TextTable(heads, rows, 0, {2: [gain.value / most for gain in gains.values()]})
-
-    @property
     def hardware(self) -> TextTable:
         summary, setting = self.summary, self.summary.choice.setting
         rows = []
@@ -208,7 +195,7 @@ class TuningReport(Serializable):
     Args:
         rounds: the first search and the retunings, in order.
         target: value of ``monitor`` to be reached, if any.
-        monitor: name of a metric. Seconds to the target are predicted for losses only.
+        monitor: name of a metric.
         times: the time spent so far, if the run has trained.
         validated: seconds of training, and value of ``monitor``, at the end of each validation.
         written: when and where it was written, if known.
@@ -236,8 +223,7 @@ class TuningReport(Serializable):
 
     @cached_property
     def summaries(self) -> tuple[SearchSummary, ...]:
-        target = self.target if "loss" in self.monitor else None
-        return tuple(SearchSummary(each.search, target, each.measured_after) for each in self.rounds)
+        return tuple(SearchSummary(each.search, each.measured_after) for each in self.rounds)
 
     @property
     def numbers(self) -> dict[str, float]:

@@ -14,8 +14,8 @@ import numpy as np
 from lightning_omni.methods import method_named, with_period
 from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model.constants import BLOCKS, TAIL
-from lightning_omni.tuning.model.convergence import Estimate
 from lightning_omni.tuning.model.cost_model import ExchangePattern
+from lightning_omni.tuning.model.estimate import Estimate
 from lightning_omni.tuning.model.forecast import Scaling, Setting, TrainedBatches
 from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Prediction, Profile
