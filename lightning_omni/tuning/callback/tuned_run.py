@@ -62,6 +62,7 @@ class TunerState(Serializable):
         own: the user's own setting.
         speeds: rank and samples per second, if groups were formed by speed.
         unfinished: whether a search is under way.
+        segments: complete on rank 0 only.
         rounds: number of adopted choices.
         checked: value of ``rounds`` when speed was last compared with the forecast.
         refuted: whether groups have seemed not to pay once; next time they are given up.
@@ -167,11 +168,6 @@ class TunedRun:
         """Return rank 0's command, if there is one. All ranks call it."""
         text = self.world.broadcast_text(json.dumps(command.to_dict()) if command is not None else "")
         return Command.from_dict(json.loads(text)) if text else None
-
-    def broadcast_segments(self, segments: list[TrainedSegment]) -> list[TrainedSegment]:
-        """Return rank 0's segments. All ranks call it."""
-        text = self.world.broadcast_text(json.dumps([each.to_dict() for each in segments]))
-        return [TrainedSegment.from_dict(each) for each in json.loads(text)]
 
     def hyperparameters(self) -> Hyperparameters:
         check_tunable(self.trainer)

@@ -53,7 +53,7 @@ class Dimension(ABC):
         """Return the key in ``space=``."""
 
     @abstractmethod
-    def axis(self, known: Any) -> Axis:
+    def axis(self, known: Any) -> list[Any]:
         """Return the values to choose from, given the `Evidence`; rank 0 calls it, often in a second thread."""
 
     @abstractmethod
@@ -63,10 +63,6 @@ class Dimension(ABC):
     @abstractmethod
     def apply(self, world: Any, value: Any) -> None:
         """Make a run use a value."""
-
-    def put(self, setting: Setting, value: Any) -> Setting:
-        """Return a setting with a value in this dimension."""
-        return setting.with_further(self.name, value)
 
 
 def compression_named(text: Any) -> Compression:
@@ -251,24 +247,19 @@ def group_counts(ranks: int) -> list[int]:
     return sorted({2**power for power in range(ranks.bit_length()) if 2**power <= ranks} | {ranks})
 
 
-def checked_axis(dimension: Dimension, known: Any) -> Axis:
-    """Return the axis of a user-defined dimension.
+def checked_axis(dimension: Dimension, known: Any) -> list[Any]:
+    """Return the values of a user-defined dimension.
 
     Raises:
-        ConfigurationError: the axis is invalid, or is a range although the run's value is a text.
+        ConfigurationError: they are no list of plain values.
     """
-    axis, name = dimension.axis(known), dimension.name
-    if isinstance(axis, list) and axis and all(map(is_plain, axis)):
-        return axis
-    is_pair = isinstance(axis, tuple) and len(axis) == 2 and all(isinstance(each, (int, float)) for each in axis)
-    if is_pair and -math.inf < axis[0] < axis[1] < math.inf:
-        value = known.spec.start.further_value(name)
-        if not isinstance(value, str):
-            return float(axis[0]), float(axis[1])
-    raise ConfigurationError(
-        f"space={{{name!r}: ...}}: its axis is {axis!r}; return a list of numbers, texts or True and False, or,"
-        " if the run has a number, a tuple of the smallest and the largest"
-    )
+    axis = dimension.axis(known)
+    if not isinstance(axis, list) or not axis or not all(map(is_plain, axis)):
+        raise ConfigurationError(
+            f"space={{{dimension.name!r}: ...}}: its axis is {axis!r}; return a list of numbers, texts, or True and"
+            " False"
+        )
+    return axis
 
 
 def is_plain(value: Any) -> bool:

@@ -30,7 +30,6 @@ from lightning_omni.tuning.report import ReportOrigin, Round, RunTimes, TuningRe
 from lightning_omni.tuning.report.summary import NAMES, SearchSummary, number, span, times
 from lightning_omni.tuning.report.tuning import templates
 from lightning_omni.tuning.search import Dimension, Search, Space, TrainedSegment
-from lightning_omni.tuning.search.space import Axis
 
 UNSAFE = "\"><script>alert('x')</script><b>loss"
 """What a metric may be called."""
@@ -306,12 +305,12 @@ def test_a_number_is_the_same_under_its_name_everywhere_before_and_after_loading
 
 
 class Workers(Dimension):
-    """A dimension of a user's, which is a range."""
+    """A dimension of a user's."""
 
     name = "workers"
 
-    def axis(self, known: object) -> Axis:
-        return (0.0, 1.0)
+    def axis(self, known: object) -> list[float]:
+        return [0.1, 0.8]
 
     def current(self, world: object) -> float:
         return 0.1
