@@ -159,8 +159,6 @@ class TunedFit(Fit):
             return
         try:
             hyperparameters = run.hyperparameters()
-            if run.options.budget:
-                hyperparameters.check_schedules()
         except ConfigurationError as error:
             may_split = bool(run.options.budget) and self.space.may_rebalance and not is_fast_dev_run(run.trainer)
             self._disable(str(error), may_split=may_split)
@@ -202,11 +200,10 @@ class TunedFit(Fit):
         run.info(f"OmniTuner: the run is resumed {how}: searching again")
         if run.state.own is not None:
             hyperparameters.set_momentum(run.state.own.momentum)
-        hyperparameters.scale(1 / run.state.scaled)
         run.forget()
 
     def _resume(self) -> None:
-        """Resume a run with its chosen setting; the checkpoint has restored rates and momentum."""
+        """Resume a run with its chosen setting; the checkpoint has restored its momentum."""
         run, state = self.run, self.run.state
         run.strategy.parts.grouping.merge()  # they may exchange by another method, whose optimizer state is elsewhere
         if problem := self._why_not_resumed:
@@ -333,6 +330,7 @@ class TunedFit(Fit):
         self.online.close()
         self.run.strategy.parts.epochs.check_every = 0
         self.applied.rollback_point = self.plateau.trial = None  # copies of all weights
+        self.run.world.rate_factor = 1.0  # another fit of the strategy may have no tuner
         self.run.end()
 
     @override
@@ -425,6 +423,7 @@ class JoinedFit(Fit):
         if not hyperparameters.is_momentum_free:
             self._space = replace(self._space, momentum=(hyperparameters.momentum, hyperparameters.momentum))
         hyperparameters.make_default()  # a group that joins later has the momentum that the others have by now
+        run.world.rate_factor = run.state.scaled
 
     def _tunable_hyperparameters(self) -> Hyperparameters:
         run, method = self.run, self.run.world.method
@@ -432,9 +431,7 @@ class JoinedFit(Fit):
             raise ConfigurationError("budget=0")
         if method.updates_per_batch(2) == 1:
             raise ConfigurationError(f"with {method} they do not depend on the number of groups")
-        hyperparameters = Hyperparameters.of(run.trainer)
-        hyperparameters.check_schedules()
-        return hyperparameters
+        return Hyperparameters.of(run.trainer)
 
     @override
     def batch_done(self, outputs: Any, batch_idx: int) -> None:
@@ -450,8 +447,7 @@ class JoinedFit(Fit):
         setting = follow_groups(run.own, groups, run.world.method, hyperparameters.scaling, self._space)
         hyperparameters.set_momentum(setting.momentum)
         hyperparameters.make_default()
-        hyperparameters.scale(setting.lr / run.own.lr / state.scaled)
-        state.setting = setting
+        state.setting, run.world.rate_factor = setting, setting.lr / run.own.lr
         run.info(f"OmniTuner: trains with {setting}, as suits the number of groups in the run")
         log(run.trainer, {"omni/groups": float(groups), "omni/momentum": setting.momentum, "omni/lr": setting.lr})
 
