@@ -276,7 +276,7 @@ class OnlineTuner:
         self._applied.restore_user_setting()
         run.state.unfinished = True
         # One group's speed is no reason to begin again, if the epoch is too short for a choice.
-        self._speed_record.changed(in_mid_epoch=run.strategy.parts.epochs.is_open)
+        self._speed_record.changed()
         hyperparameters = run.hyperparameters()
         self._deciding, self._known, self._is_patient = 0.0, [], True
         spec = self._space.specification(hyperparameters, self._applied.seconds_to_form)
@@ -437,7 +437,7 @@ class OnlineTuner:
             self._applied.apply(command)
         self._applied.watch(command.divergence_threshold, keeps=True)
         run.state.rounds, run.state.learnt_below = run.state.rounds + 1, command.learnt_below
-        self._speed_record.changed(in_mid_epoch=run.strategy.parts.epochs.is_open)
+        self._speed_record.changed()
         self._reports.chosen(command)
 
 

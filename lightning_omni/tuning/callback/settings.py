@@ -383,15 +383,17 @@ class AppliedSetting:
 
     def end_trial(self, to: RollbackPoint | None) -> None:
         """Train with the setting before the trial again, from the state ``to`` if given. All ranks call it."""
-        run, state = self._run, self._run.state
-        before = state.before_trial
+        before = self._run.state.before_trial
         assert before is not None
         if to is not None:
             self.return_to(to)
-        before = replace(before, groups=min(before.groups, len(run.world.live_ranks)))
-        speeds = dict(state.speeds) or None
-        state.before_trial = None
-        self.apply(Command(before, speeds=speeds, by_speed=bool(speeds)))
+        self.resume(before)
+
+    def resume(self, setting: Setting) -> None:
+        """Train with an earlier setting again, in groups by the speeds of then. All ranks call it."""
+        state, live = self._run.state, len(self._run.world.live_ranks)
+        state.before_trial, speeds = None, dict(state.speeds) or None
+        self.apply(Command(replace(setting, groups=min(setting.groups, live)), speeds=speeds, by_speed=bool(speeds)))
         self.watch(math.nan, keeps=True)
 
     # --- Giving groups up ---------------------------------------------------------------------------------------------

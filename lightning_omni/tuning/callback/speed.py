@@ -183,23 +183,14 @@ class SpeedRecord:
     def search_begins(self) -> None:
         self._totals = {}
 
-    def changed(self, in_mid_epoch: bool = False) -> None:
+    def changed(self) -> None:
         """Start over, because the run trains with another setting from now on."""
         self._speeds, self._has_changed = SpeedHistory(), False
         self.speed = None
-        if in_mid_epoch:
+        if self._run.strategy.parts.epochs.is_open:
             self._changed_in = self._run.trainer.current_epoch
             self.throughput.take()
             self.throughput.interrupt()  # the time of forming groups is no batch's
-
-    def stash_speeds(self) -> SpeedHistory:
-        speeds = self._speeds
-        self.changed(in_mid_epoch=self._run.strategy.parts.epochs.is_open)
-        return speeds
-
-    def restore_speeds(self, speeds: SpeedHistory) -> None:
-        self.changed(in_mid_epoch=True)
-        self._speeds = speeds
 
     def epoch_done(self) -> None:
         """Record the ended epoch's speed with the present setting. All ranks call it."""
@@ -327,7 +318,7 @@ class ForecastCheck:
         if command.setting == run.setting or not was_refuted:
             return command.why
         self._applied.return_to_one_group(command.setting)
-        self._speed_record.changed(in_mid_epoch=run.strategy.parts.epochs.is_open)
+        self._speed_record.changed()
         self._reports.chosen(command)
         return ""
 

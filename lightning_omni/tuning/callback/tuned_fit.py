@@ -5,7 +5,6 @@ Rule: in a `TunedFit` rank 0 decides, and sends its decision to the others befor
 
 from __future__ import annotations
 
-import math
 import socket
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -180,7 +179,7 @@ class TunedFit(Fit):
         run.forget()
 
     def _resume(self) -> None:
-        """Resume a run with its chosen setting; the checkpoint has restored its momentum."""
+        """Resume a run with its chosen setting."""
         run, state = self.run, self.run.state
         run.strategy.parts.grouping.merge()  # they may exchange by another method, whose optimizer state is elsewhere
         if problem := self._why_not_resumed:
@@ -190,14 +189,9 @@ class TunedFit(Fit):
         if state.unfinished:
             self.online.begin_again("the checkpoint was saved before anything was chosen, or used")
             return
-        run.hyperparameters().make_default()
         if state.before_trial is not None or not self.applied.is_user_setting:
             self.applied.capture()
-        if state.before_trial is not None:
-            self.applied.end_trial(None)
-        else:
-            self.applied.form(run.setting, dict(state.speeds) or None, bool(state.speeds))
-            self.applied.watch(math.nan, keeps=True)
+        self.applied.resume(state.before_trial or run.setting)
 
     @property
     def _why_not_resumed(self) -> str:
@@ -269,7 +263,7 @@ class TunedFit(Fit):
         """
         if self.applied.has_diverged:
             self.reports.chosen(self.applied.roll_back())
-            self.speeds.changed(in_mid_epoch=not ends_epoch)
+            self.speeds.changed()
             return
         self.plateau.synchronized(ends_epoch)
         if self.plateau.has_learnt:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import cached_property
@@ -206,6 +206,17 @@ class Contribution:
         return self.rate / self.samples
 
 
+_PARTS: Mapping[tuple[str, ...], Callable[[Setting], str]] = {
+    ("rebalance",): lambda at: "proportional batches",
+    ("all_reduce",): lambda at: f"all-reduce {at.all_reduce}",
+    ("groups",): lambda at: f"{counted(at.groups, 'group')}, {at.method or 'the same method'}",
+    ("method", "period"): lambda at: replace(at, wire="", overlap=False, all_reduce="").exchange or "another method",
+    ("wire",): lambda at: f"compression {at.wire}",
+    ("overlap",): lambda at: "overlapped" if at.overlap else "not overlapped",
+}
+"""The parts of a choice, by the fields of its setting, and their names once they are in a setting."""
+
+
 class SearchSummary:
     """The derived numbers of one search.
 
@@ -305,25 +316,12 @@ class SearchSummary:
 
     def _on_the_way(self, choice: Setting) -> list[tuple[str, Setting]]:
         """Return the parts of a choice and the setting after each; the last one is the choice."""
-        own, parts, at = self.start, [], self.start
-        if choice.rebalance:
-            at = replace(at, rebalance=True)
-            parts.append(("proportional batches", at))
-        if choice.all_reduce != own.all_reduce:
-            at = replace(at, all_reduce=choice.all_reduce)
-            parts.append((f"all-reduce {at.all_reduce}", at))
-        if choice.groups != own.groups:
-            at = replace(at, groups=choice.groups)
-            parts.append((f"{counted(at.groups, 'group')}, {at.method or 'the same method'}", at))
-        if (choice.method, choice.period) != (own.method, own.period):
-            at = replace(at, method=choice.method, period=choice.period)
-            parts.append((replace(at, wire="", overlap=False, all_reduce="").exchange or "another method", at))
-        if choice.wire != own.wire:
-            at = replace(at, wire=choice.wire)
-            parts.append((f"compression {at.wire}", at))
-        if choice.overlap != own.overlap:
-            at = replace(at, overlap=choice.overlap)
-            parts.append(("overlapped" if at.overlap else "not overlapped", at))
+        parts, at = [], self.start
+        for names, words in _PARTS.items():
+            changed = {name: getattr(choice, name) for name in names}
+            if changed != {name: getattr(at, name) for name in names}:
+                at = replace(at, **changed)
+                parts.append((words(at), at))
         if not parts:
             parts.append(("momentum and learning rate", choice))
         suited = self.search.theory.suggested  # it sets the momentum and rate that are expected to suit a setting

@@ -337,7 +337,7 @@ def test_groups_that_do_not_pay_are_given_up_if_groups_did_not_before() -> None:
     )
     run.broadcast_command = lambda said: said
     run.strategy = SimpleNamespace(parts=SimpleNamespace(epochs=SimpleNamespace(is_open=False)))
-    speeds: Any = SimpleNamespace(speed=Speed(256, 10.0, error=0.01), changed=lambda in_mid_epoch: None)
+    speeds: Any = SimpleNamespace(speed=Speed(256, 10.0, error=0.01), changed=lambda: None)
     applied: Any = SimpleNamespace(return_to_one_group=gave_up.append)
     reports: Any = SimpleNamespace(chosen=lambda command: None)
     check = ForecastCheck(run, applied, speeds, reports)

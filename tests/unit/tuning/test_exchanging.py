@@ -126,16 +126,8 @@ def test_bytes_are_those_of_the_wire_format() -> None:
 @pytest.mark.parametrize(
     ("ask", "named"),
     [
-        (lambda: ExchangePattern(period=0), "period=0"),
-        (lambda: ExchangePattern(push=-1), "push=-1"),
-        (lambda: ExchangePattern(period=2, delay=3), "delay=3 with period=2"),
-        (lambda: ExchangePattern(peers=True, barrier=True), "peers=True"),
         (lambda: ExchangePattern.of("diloco", overlap=True), "overlap=True"),
         (lambda: ExchangePattern.of("local_sgd", "topk"), "topk"),
-        (
-            lambda: known_profile(4, 1, per_sample=0.1).predict(2, exchanging=ExchangePattern(push=8)),
-            "push=8: .*not measured",
-        ),
     ],
 )
 def test_what_cannot_be_is_refused_by_name(ask: Any, named: str) -> None:
