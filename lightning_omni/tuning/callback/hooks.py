@@ -210,7 +210,7 @@ class OmniTunerHooks(_CallbackBase):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._fitting.epoch_starts()
+        self._fitting.interrupted()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -231,7 +231,7 @@ class OmniTunerHooks(_CallbackBase):
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit is not None:
-            self._fit.validation_starts()
+            self._fit.interrupted()
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:

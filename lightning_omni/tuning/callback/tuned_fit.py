@@ -57,17 +57,14 @@ class Fit:
     def begin(self) -> None:
         """Act before the first batch; the groups are formed."""
 
-    def epoch_starts(self) -> None:
-        """Act before the batches of an epoch."""
+    def interrupted(self) -> None:
+        """Act before the batches of an epoch, and before a validation: the time until the next batch is none of its."""
 
     def batch_starts(self) -> None:
         """Act before a batch."""
 
     def batch_done(self, outputs: Any, batch_idx: int) -> None:
         """Act after a batch."""
-
-    def validation_starts(self) -> None:
-        """Act before a validation."""
 
     def validated(self) -> None:
         """Act after a validation, also the one before the first batch."""
@@ -207,7 +204,7 @@ class TunedFit(Fit):
     # --- Training -----------------------------------------------------------------------------------------------------
 
     @override
-    def epoch_starts(self) -> None:
+    def interrupted(self) -> None:
         self.speeds.throughput.interrupt()
         self.online.interrupted()
 
@@ -233,15 +230,10 @@ class TunedFit(Fit):
             self.online.begin_again(reason)
 
     @override
-    def validation_starts(self) -> None:
-        self.online.interrupted()
-
-    @override
     def validated(self) -> None:
         trainer = self.run.trainer
         if trainer.sanity_checking:
             return
-        self.speeds.throughput.interrupt()
         if (value := trainer.callback_metrics.get(self.run.options.monitor)) is not None:
             self.reports.validated(float(value))
         self._check_in_mid_epoch()
@@ -277,7 +269,7 @@ class TunedFit(Fit):
 
     def _synchronized(self) -> None:
         self._check_in_mid_epoch()
-        self.epoch_starts()
+        self.interrupted()
 
     @override
     def ended(self) -> None:

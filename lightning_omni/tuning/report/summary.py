@@ -13,7 +13,7 @@ from lightning_omni.checks import counted
 from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model.estimate import Estimate
 from lightning_omni.tuning.model.forecast import Setting
-from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction, Profile
+from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction
 from lightning_omni.tuning.search import Choice, Search
 from lightning_omni.tuning.search.choice import best_by_forecast
 from lightning_omni.tuning.search.constants import QUANTILE
@@ -230,16 +230,12 @@ class SearchSummary:
     def choice(self) -> Choice:
         return self.search.choice()
 
-    @property
-    def profile(self) -> Profile:
-        return self.search.profile
-
     def bottleneck(self, prediction: Prediction) -> str:
         return "loading data" if self.search.loading(prediction.bottleneck) else BOTTLENECKS[prediction.bottleneck]
 
     @property
     def ranks(self) -> int:
-        return self.profile.ranks
+        return self.search.profile.ranks
 
     @property
     def start(self) -> Setting:

@@ -159,7 +159,7 @@ class Section:
 
     @property
     def ranks(self) -> TextTable:
-        speeds = self.summary.profile.speeds
+        speeds = self.summary.search.profile.speeds
         rows = [[str(rank), number(speed)] for rank, speed in enumerate(speeds)]
         return TextTable(["rank", "samples/s"], rows, bars={1: [speed / max(speeds) for speed in speeds]})
 

@@ -148,7 +148,7 @@ class Space:
         for name in given:
             if name not in _KNOWN:
                 raise ConfigurationError(f"space={{{name!r}: ...}}: pass some of {', '.join(map(repr, _KNOWN))}")
-        options = {"groups": group_counts(ranks), "momentum": (0.0, max(momentum, cls.momentum[1]))}
+        options: dict[str, Any] = {"groups": group_counts(ranks), "momentum": (0.0, max(momentum, cls.momentum[1]))}
         options |= {name: _KNOWN[name](name, value) for name, value in given.items()}
         groups = options.pop("groups")
         if not all(1 <= number <= ranks for number in groups):

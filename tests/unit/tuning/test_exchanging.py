@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from typing import Any
 
@@ -66,7 +65,6 @@ def step(prediction: Prediction) -> float:
 def test_period_barrier_and_delay_are_the_methods(method: str, expected: tuple[int, bool, int]) -> None:
     found = ExchangePattern.of(method, nbytes=NBYTES)
     assert (found.period, found.barrier, found.delay) == expected
-    assert ExchangePattern.from_dict(json.loads(json.dumps(found.to_dict()))) == found
 
 
 @given(period=st.integers(1, 64), fragments=st.integers(1, 6), delay=st.integers(1, 4))
