@@ -16,15 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from rich.markup import escape
-from rich.table import Column, Table
-from rich.text import Text
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.palette import can_draw, png_of
 from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.report.summary import (
-    NAMES,
     ReportOrigin,
     Round,
     RunTimes,
@@ -337,18 +333,3 @@ class TuningReport(Serializable):
     def _repr_html_(self) -> str:
         text = html.escape(self.html())
         return f'<iframe srcdoc="{text}" style="width: 100%; height: 900px; border: 0"></iframe>'
-
-    def table(self) -> Table:
-        """Return a table for `rich.print`, with one row for each considered setting."""
-        right = [Column(head, justify="right") for head in ("samples/s", "samples", NAMES["speed_up"])]
-        table = Table(
-            Column("setting"), Column("proposed by"), *right, title="OmniTuner", caption=escape(self.statement)
-        )
-        for chosen, summary in zip(self.rounds, self.summaries, strict=True):
-            if len(self.rounds) > 1:
-                table.add_section()
-                table.add_row(Text(f"epoch {chosen.epoch}: {summary.choice.setting}", style="bold"))
-            for row in summary.considered:
-                numbers = number(row.rate), times(row.samples), times(row.speed_up)
-                table.add_row(Text(str(row.setting)), Text(row.by), *numbers)
-        return table

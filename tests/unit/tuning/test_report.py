@@ -1,9 +1,8 @@
-"""What a search leaves behind: a file that says the same when it is read, a page of its own, a picture, a table."""
+"""What a search leaves behind: a file that says the same when it is read, a page of its own, a picture."""
 
 from __future__ import annotations
 
 import html
-import io
 import itertools
 import json
 import math
@@ -21,7 +20,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from jinja2 import UndefinedError
 from matplotlib.backends.backend_agg import FigureCanvasAgg
-from rich.console import Console
 from searches import START, found, later, observed, search, space_of
 
 from lightning_omni.errors import ConfigurationError
@@ -381,16 +379,6 @@ def test_a_rate_counts_what_was_trained_in_the_time_that_it_took() -> None:
         trained = counted.take()
         assert trained.timed == 16 * (batches - 2)
         assert trained.timed / trained.seconds == pytest.approx(16 / 0.005)
-
-
-def test_the_table_has_all_that_was_considered(saved: tuple[TuningReport, Path]) -> None:
-    console = Console(width=240, record=True, file=io.StringIO())
-    console.print(saved[0].table())
-    text = console.export_text()
-    for made in (found(), later()):
-        for each in made.considered:
-            assert str(each.setting) in text
-    assert "epoch 7" in text
 
 
 def test_errors_name_the_argument(tmp_path: Path) -> None:
