@@ -203,7 +203,7 @@ def _numbers(name: str, given: Any, whole: bool = False) -> tuple[Any, ...]:
             raise ConfigurationError(
                 f"space={{{name!r}: {given!r}}}: pass {'whole numbers' if whole else 'finite numbers'}, one or several"
             )
-    return tuple(sorted(map(plain, values)))
+    return tuple(sorted(set(map(plain, values))))
 
 
 def _bounds(name: str, given: Any) -> tuple[float, float]:
