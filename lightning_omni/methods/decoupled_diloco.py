@@ -252,10 +252,6 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
             changes["delay"] = min(self.delay, period // changes.get("fragments", 1) - 1)
         return changes
 
-    @property
-    def holds_others_up(self) -> bool:
-        return True  # for as long as the grace window
-
     def group_side(self, replica: Replica) -> GroupSide:
         memory, delay = replica.memory, self.push_period if self.delay is None else self.delay
         while True:
