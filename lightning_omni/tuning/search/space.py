@@ -298,8 +298,6 @@ class SearchSpec(Serializable):
         start: the setting of one group that the run uses without a search: the user's own.
         batch: samples of all ranks in one batch.
         horizon: samples that the run will still train on.
-        seconds: seconds until the run ends in any case.
-        ends_by_time: whether nothing else ends the run, so that ``horizon`` is a guess.
         switch: seconds to form groups, as measured in this run.
         budget: part of the run's time that choosing and forming groups may take.
         allowance: seconds of the budget that the run has earned and not spent.
@@ -310,8 +308,6 @@ class SearchSpec(Serializable):
     horizon: float
     space: Space
     scaling: Scaling = field(default_factory=Scaling)
-    seconds: float = UNBOUNDED
-    ends_by_time: bool = False
     switch: float = 0.0
     budget: float = 1.0
     allowance: float = 0.0

@@ -42,7 +42,6 @@ job_of = st.builds(
     scaling=st.builds(Scaling, st.booleans()),
     switch=st.floats(0, 1e3),
     budget=st.floats(0, 0.99),
-    seconds=st.just(UNBOUNDED) | st.floats(0, 1e6),
     allowance=st.floats(-10, 10),
     seed=st.integers(0, 99),
 )
