@@ -98,7 +98,7 @@ class Rounded(search.Dimension):
 
 def test_a_dimension_of_the_users_own_is_applied_in_one_group_too() -> None:
     """The group is formed again for it, in mid-epoch, and every sample is trained once."""
-    tuner, exact, trained = tuner_of(space={"rounded": Rounded()}), [], []
+    tuner, exact, trained = tuner_of(budget=0.0, space={"rounded": Rounded()}), [], []
 
     class Applies(pl.Callback):
         def on_train_batch_end(self, trainer: Any, module: Any, outputs: Any, batch: Any, batch_idx: int) -> None:
@@ -376,7 +376,7 @@ def test_groups_of_the_users_are_not_formed_where_they_cannot_train() -> None:
 
 
 def test_a_fit_without_a_tuner_trains_as_the_user_said_after_one_that_was_tuned() -> None:
-    tuner, strategy, formats, finished = tuner_of(), OmniStrategy(groups=1), [], []
+    tuner, strategy, formats, finished = tuner_of(budget=0.0), OmniStrategy(groups=1), [], []
 
     class Applies(pl.Callback):
         def setup(self, trainer: Any, module: Any, stage: str) -> None:

@@ -24,6 +24,7 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 from values import values_in
 
+from lightning_omni.errors import ConfigurationError
 from lightning_omni.transport.zeromq.keys import ENVIRONMENT
 from lightning_omni.tuning.callback import online_tuner
 from lightning_omni.tuning.callback.microbenchmarks import Microbenchmarks
@@ -328,8 +329,13 @@ def main() -> None:
             slow_down_link(*fit["slow_link"])
         run = trainer(strategy, fit.get("devices", 2), callbacks=callbacks, **options)
         began = time.perf_counter()
+        loaders, refused = data(**fit.get("data", {})), ""
         try:
-            run.fit(module, *data(**fit.get("data", {})), ckpt_path=fit.get("ckpt_path"))
+            run.fit(module, *loaders, ckpt_path=fit.get("ckpt_path"))
+        except ConfigurationError as error:
+            refused = str(error)
+            if "is_refused" not in fit:
+                raise
         finally:
             result = {
                 "seconds": time.perf_counter() - began,
@@ -351,6 +357,7 @@ def main() -> None:
                 "chosen": tuner.choice.setting.groups if tuner and tuner.choice else 0,
                 "why": tuner.choice.why if tuner and tuner.choice else "",
                 "problem": tuner.problem if tuner else "",
+                "refused": refused,
                 "in_training": [
                     [(int(groups), rate) for groups, rate in each["measured_after"].items()]
                     for each in (tuner.state_dict()["searches"] if tuner else [])

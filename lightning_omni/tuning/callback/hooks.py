@@ -19,7 +19,7 @@ from lightning_omni.strategy.arguments import refuses_unknown
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.strategy.namespaces import need_namespace
 from lightning_omni.tuning.callback.online_tuner import frequent_switches
-from lightning_omni.tuning.callback.tuned_fit import Fit, JoinedFit, TunedFit, may_form_groups
+from lightning_omni.tuning.callback.tuned_fit import MONITORED, Fit, JoinedFit, TunedFit, may_form_groups
 from lightning_omni.tuning.callback.tuned_run import TunedRun, TunerOptions, TunerState, last_choice, strategy_of
 from lightning_omni.tuning.report import Round
 from lightning_omni.tuning.search import Choice, Search, Space
@@ -54,14 +54,14 @@ class OmniTunerHooks(_CallbackBase):
 
     Args:
         target: value of ``monitor`` that is to be reached soonest; None for the lowest loss at the end of the run.
-        monitor: name of a logged metric, which is compared with ``target`` at validations, for the report alone.
+        monitor: name of a logged metric, which is compared with ``target`` at validations.
         space: the search space: any of ``"groups"``, ``"method"``, ``"period"``, ``"compression"``, ``"overlap"``,
             ``"all_reduce"``, ``"momentum"``, ``"lr"``, ``"rebalance"``, each a value, a list, or the smallest and the
             largest value: ``{"groups": [1, 2, 4], "momentum": 0.9}``. By default groups are powers of two and the
             number of ranks, momentum is 0 to 0.95 (or up to yours, if that is larger), the learning rate follows them,
             and batches may be split by speed; how groups exchange, and how their members average gradients, is searched
             unless the strategy has ``method=``, ``compression=`` or ``overlap=``.
-        budget: part of the run's time that choosing and forming groups may take, above 0 and below 1.
+        budget: part of the run's time that choosing and forming groups may take, from 0 to below 1. 0 changes nothing.
         retune_every: epochs between two checks, at an epoch's end, whether the setting is still the best; there are
             others inside epochs. None for no checks.
         mode: ``"min"`` or ``"max"``: whether a smaller or a larger ``monitor`` is better; None decides by its name
@@ -91,7 +91,7 @@ class OmniTunerHooks(_CallbackBase):
     def __init__(
         self,
         target: float | None = None,
-        monitor: str = "val_loss",
+        monitor: str = MONITORED,
         space: Mapping[str, Any] | None = None,
         budget: float = 0.1,
         retune_every: int | None = 1,
@@ -106,8 +106,8 @@ class OmniTunerHooks(_CallbackBase):
         check_number(
             "budget",
             budget,
-            "the part of the run's time that choosing and forming groups may take, above 0 and below 1, such as 0.1",
-            above=0,
+            "the part of the run's time that choosing and forming groups may take, from 0 to below 1, such as 0.1",
+            0,
             below=1,
         )
         check_kind("space", space, (Mapping, type(None)), "a dictionary, or None")
@@ -123,26 +123,33 @@ class OmniTunerHooks(_CallbackBase):
                 ' better; pass mode="min" or mode="max"'
             )
         check_whole("seed", seed, "a whole number from 0 up", high=_MOST_SEED)
-        given = dict(space or {})
-        self._options = TunerOptions(
-            target=plain(target),
-            monitor=monitor,
-            is_lower_better=mode == "min" if mode is not None else is_lower_better,
-            budget=plain(budget),
-            space=given,
-            further=Space.of(given, ranks=1 << 30).further,
-            retune_every=plain(retune_every),
-            seed=plain(seed),
-        )
+        self._space = dict(space or {})
+        self._further = Space.of(self._space, ranks=1 << 30).further
+        self.target, self.monitor, self.budget = plain(target), monitor, plain(budget)
+        self.retune_every, self.seed = plain(retune_every), plain(seed)
+        self._mode = mode or ("min" if is_lower_better else "max")
         self._fit: Fit | None = None
         self._kept: dict[str, Any] = {}
         self._problem, self._folder = "", ""  # of a fit in other processes
         self._stage = ""
 
     @property
+    def _options(self) -> TunerOptions:
+        return TunerOptions(
+            target=self.target,
+            monitor=self.monitor,
+            is_lower_better=self._mode == "min",
+            budget=self.budget,
+            space=self._space,
+            further=self._further,
+            retune_every=self.retune_every,
+            seed=self.seed,
+        )
+
+    @property
     def omni_settings(self) -> str:
         """Return the settings that groups share."""
-        return f"(space={dict(sorted(self._options.space.items()))}, budget={self._options.budget})"
+        return f"(space={dict(sorted(self._space.items()))}, budget={self.budget})"
 
     @property
     def searches(self) -> list[Search]:
@@ -193,11 +200,12 @@ class OmniTunerHooks(_CallbackBase):
     def on_omni_launch(self, trainer: Trainer) -> None:
         """Start a server for several groups, and import slow libraries, while the other ranks start."""
         self._load_libraries()
-        if may_form_groups(self._options, trainer):
+        if self.budget > 0 and may_form_groups(self._options, trainer):
             strategy_of(trainer).parts.launching.prepare_server()
 
     def _load_libraries(self) -> None:
-        threading.Thread(target=_import_libraries, name="omni-libraries", daemon=True).start()
+        if self.budget > 0:
+            threading.Thread(target=_import_libraries, name="omni-libraries", daemon=True).start()
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:

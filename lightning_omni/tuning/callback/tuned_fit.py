@@ -5,6 +5,7 @@ Rule: in a `TunedFit` rank 0 decides, and sends its decision to the others befor
 
 from __future__ import annotations
 
+import difflib
 import socket
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -36,13 +37,25 @@ if TYPE_CHECKING:
     from pytorch_lightning import Trainer
 
 
+MONITORED = "val_loss"
+"""The default metric."""
+
+
+def _missing(name: str, logged: Iterable[str]) -> str:
+    known = sorted(each for each in logged if each.removesuffix("_step").removesuffix("_epoch") == each)
+    near = difflib.get_close_matches(name, known, n=1)
+    meant = f"did you mean {near[0]!r}? " if near else ""
+    there = f"Logged are {', '.join(known)}" if known else "Nothing is logged"
+    return f"monitor={name!r}: no metric of that name is logged; {meant}{there}"
+
+
 # --- Fits -------------------------------------------------------------------------------------------------------------
 
 
 def may_form_groups(options: TunerOptions, trainer: Trainer) -> bool:
     groups = options.space.get("groups")
     is_one = list(groups) == [1] if isinstance(groups, Iterable) else groups == 1
-    return trainer.world_size > 1 and not is_one
+    return options.budget > 0 and trainer.world_size > 1 and not is_one
 
 
 class Fit:
@@ -85,6 +98,8 @@ class TunedFit(Fit):
     def __init__(self, run: TunedRun) -> None:
         super().__init__(run)
         self._check(run.strategy, run.options)
+        self._logged: set[str] = set()
+        self._validations = 0
         self.space = FitSpace(run)
         self.applied = AppliedSetting(run, self.space)
         self.speeds = SpeedRecord(run)
@@ -107,16 +122,24 @@ class TunedFit(Fit):
                 f'space={{"all_reduce": {options.space["all_reduce"]!r}}} and ddp_comm_hook=: both say how'
                 " gradients are averaged; leave one of them out"
             )
-        if strategy.parts.merged:
+        if options.budget and strategy.parts.merged:
             raise ConfigurationError(
                 f"OmniTuner and merged={strategy.parts.merged.name!r}: groups change while they train, and a merged"
-                " head belongs to the groups that began with it; leave one of them out"
+                " head belongs to the groups that began with it; leave merged= out, or pass OmniTuner(budget=0)"
             )
-        strategy.parts.user_groups.begin_in_one_group()
+        if options.budget:
+            strategy.parts.user_groups.begin_in_one_group()
 
     @override
     def fit_starts(self) -> None:
-        run = self.run
+        run, monitor = self.run, self.run.options.monitor
+        if run.options.target is None and monitor != MONITORED:
+            run.info(f"OmniTuner: monitor={monitor!r} is not used: it is compared with target=, and there is none")
+        elif run.options.target is not None and not run.trainer.enable_validation:
+            raise ConfigurationError(
+                f"target= is compared with monitor={monitor!r} when the run validates, and this one never does; pass"
+                " validation data, or target=None"
+            )
         if may_form_groups(run.options, run.trainer) and not self.space.why_impossible(2):
             run.world.connection.start_server()
         else:
@@ -133,7 +156,7 @@ class TunedFit(Fit):
         try:
             hyperparameters = run.hyperparameters()
         except ConfigurationError as error:
-            may_split = self.space.may_rebalance and not is_fast_dev_run(run.trainer)
+            may_split = bool(run.options.budget) and self.space.may_rebalance and not is_fast_dev_run(run.trainer)
             self._disable(str(error), may_split=may_split)
             return
         known = [rank for rank, _ in run.state.speeds] or list(range(run.state.ranks))
@@ -144,14 +167,14 @@ class TunedFit(Fit):
         if run.may_change_inside:  # the third window may show a flat loss
             run.strategy.parts.epochs.check_every = c.FEWEST_WINDOWS * c.SHORTEST_WINDOW * run.batch(run.world.size)
             run.strategy.parts.epochs.on_check = self._synchronized
-        if run.world.size > 1:  # all ranks are one group
+        if run.options.budget and run.world.size > 1:  # all ranks are one group
             run.hosts = tuple(dict.fromkeys(gather_values(run.world, socket.gethostname(), str)))
         if run.state.setting is not None:
             self._resume()
         else:
             run.state.ranks = run.world.size
-            if run.world.size == 1:
-                self._disable("one rank is one group")
+            if not run.options.budget or run.world.size == 1:
+                self._disable("one rank is one group" if run.options.budget else "budget=0")
                 return
             if not run.may_change_again(run.trainer.current_epoch):
                 self._disable("groups can change at ends of epochs only, and no epoch follows this one")
@@ -231,10 +254,18 @@ class TunedFit(Fit):
 
     @override
     def validated(self) -> None:
-        trainer = self.run.trainer
-        if trainer.sanity_checking:
+        run, options = self.run, self.run.options
+        metrics = run.trainer.callback_metrics
+        self._logged |= set(metrics)
+        if run.trainer.sanity_checking:
             return
-        if (value := trainer.callback_metrics.get(self.run.options.monitor)) is not None:
+        self._validations += 1
+        if options.target is not None and self._validations == 2:  # metrics of an epoch's end appear in the second
+            is_missing = options.monitor not in self._logged
+            # While groups train, all have the same metrics, but at different times.
+            if is_missing if run.world.is_computing else run.broadcast(is_missing):
+                raise ConfigurationError(_missing(options.monitor, self._logged))
+        if (value := metrics.get(options.monitor)) is not None:
             self.reports.validated(float(value))
         self._check_in_mid_epoch()
 
@@ -363,7 +394,7 @@ class JoinedFit(Fit):
     @override
     def begin(self) -> None:
         run = self.run
-        if self._space.rebalance and len(run.world.members) > 1:
+        if run.options.budget and self._space.rebalance and len(run.world.members) > 1:
             AppliedSetting(run, FitSpace(run)).split_by_speed()  # it changes nothing but the speed
         try:
             hyperparameters = self._hyperparameters = self._tunable_hyperparameters()
@@ -382,6 +413,8 @@ class JoinedFit(Fit):
 
     def _tunable_hyperparameters(self) -> Hyperparameters:
         run, method = self.run, self.run.world.method
+        if not run.options.budget:
+            raise ConfigurationError("budget=0")
         if method.updates_per_batch(2) == 1:
             raise ConfigurationError(f"with {method} they do not depend on the number of groups")
         return Hyperparameters.of(run.trainer)
