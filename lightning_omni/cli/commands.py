@@ -312,7 +312,10 @@ def serve(
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's threads, which compute nothing here
     # Imported here, so that --help does not wait for torch.
     from lightning_omni.cli.serve import Options, stand
+    from lightning_omni.registry import to_wire
+    from lightning_omni.transport import registry
     from lightning_omni.transport.serving.process import ServerSettings
+    from lightning_omni.transport.zeromq import ZeroMQ
     from lightning_omni.transport.zeromq.keys import load_or_create
 
     for option, given in (("--host", host), ("--http-host", http_host)):
@@ -346,7 +349,9 @@ def serve(
         allow_modules=_listed("--allow-module", allow_module),
         methods=_listed("--method", method),
         wire_formats=_listed("--wire-format", wire_format),
+        transport=to_wire(registry.load(transport)() if transport else ZeroMQ(encryption=encryption)),
         transports=(transport,) if transport else (),
+        data_port=data_port,
         servers=servers,
         number=number,
         coordinator=coordinator,
@@ -359,7 +364,7 @@ def serve(
     ):
         if is_given:
             raise ConfigurationError(f"{option}: it is for {needed}, which is missing; pass both, or leave it out")
-    options = Options(here, data_port, encryption, once, http, http_host, where)
+    options = Options(here, once, http, http_host, where)
     return stand(settings, options, Console(stderr=True))
 
 

@@ -20,7 +20,6 @@ import msgspec
 import torch
 
 from lightning_omni.server.core import ServerCore
-from lightning_omni.transport import registry
 from lightning_omni.transport.serving.process import (
     Lifeline,
     Ready,
@@ -28,7 +27,7 @@ from lightning_omni.transport.serving.process import (
     can_supervise,
     core_from,
     ignore_signals,
-    load_plugins,
+    listen,
     preload,
     raise_limit_of_files,
     supervise,
@@ -66,10 +65,9 @@ def _serve(settings: ServerSettings, lifeline: Lifeline | None) -> int:
     before = lifeline.report if lifeline is not None else ""
     try:
         with contextlib.redirect_stdout(sys.stderr):  # rank 0 reads the first line of standard output
-            load_plugins(settings)
-        core = core_from(settings)
+            core = core_from(settings)
         states = _restore(settings, core)
-        server = _listen(settings, core, before)
+        server = listen(settings, core, before)
     except Exception as error:
         if before:  # rank 0 already has the address and reads no more
             _log.error("the parameter server could not be started again: %s", error)
@@ -109,15 +107,6 @@ def _restore(settings: ServerSettings, core: ServerCore) -> StateDirectory | Non
     if text := states.restore(core):
         _log.warning("%s", text)
     return states
-
-
-def _listen(settings: ServerSettings, core: ServerCore, again: str) -> registry.Served:
-    chosen = registry.from_wire(settings.transport)
-    if settings.number:
-        return chosen.follow(core, settings.coordinator, settings.host, settings.port)
-    if again:
-        return chosen.serve_again(core, again)
-    return chosen.serve(core, settings.host, settings.port)
 
 
 class _Parent:
