@@ -67,7 +67,7 @@ _PAUSE = 0.1
 """Mean seconds until the next attempt: a server under a flood of strangers may have ended the last one."""
 
 
-class _Ended(Exception):
+class Ended(Exception):
     """The error of a connection that the other side has ended."""
 
 
@@ -130,7 +130,16 @@ class Dialed:
         try:
             self.wire.send(m.encode(message), zmq.NOBLOCK)
         except zmq.Again:  # the CURVE handshake has failed for good
-            raise _Ended from None
+            raise Ended from None
+        answer = self._decode(self.receive(deadline, check))
+        if isinstance(answer, m.RefusedMessage):
+            raise Refused(answer.code, answer.reason)
+        if not isinstance(answer, expect):
+            raise MalformedMessage(f"{expect.__name__} was expected, {type(answer).__name__} came")
+        return answer
+
+    def receive(self, deadline: float, check: Callable[[], None] = lambda: None) -> bytes:
+        """Return the first frame of the next message; see `ask`."""
         poller = zmq.Poller()
         for wire in (self.wire, self.monitor):
             poller.register(wire, zmq.POLLIN)
@@ -138,15 +147,10 @@ class Dialed:
             check()
             if self.monitor in ready:
                 recv_monitor_message(self.monitor)
-                raise _Ended
+                raise Ended
             if time.monotonic() > deadline:
                 raise TimeoutError
-        answer = self._decode(self.wire.recv_multipart()[0])
-        if isinstance(answer, m.RefusedMessage):
-            raise Refused(answer.code, answer.reason)
-        if not isinstance(answer, expect):
-            raise MalformedMessage(f"{expect.__name__} was expected, {type(answer).__name__} came")
-        return answer
+        return self.wire.recv_multipart()[0]
 
     def close(self) -> None:
         if not self.wire.closed:
@@ -186,7 +190,7 @@ def dial(
         except TimeoutError:
             attempt.close()
             raise ConnectionLost(silence) from None
-        except _Ended:
+        except Ended:
             attempt.close()
             if time.monotonic() > deadline:
                 raise Refused(
