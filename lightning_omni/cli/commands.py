@@ -434,11 +434,12 @@ def doctor(address: str, key_file: Path | None = None, mb: float = 100.0, encryp
         encryption: "curve" or "off", the same as the server's.
     """
     check_above_zero({"mb": mb})
-    with command_output() as tell:
-        tell.wait_for("this program to load")
+    with command_output() as output:
+        _, wait_for = output
+        wait_for("this program to load")
         from lightning_omni.cli.doctor import Checkup, examine  # here, so that --help does not wait for torch
 
-        checkup = Checkup(tell)
+        checkup = Checkup(output)
         examine(checkup, address, key_file, mb, encryption)
     for sentence in checkup.sentences():
         show(sentence)

@@ -8,7 +8,6 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import NamedTuple
 
 from rich.console import Console, RenderableType
 from rich.table import Column, Table
@@ -80,11 +79,8 @@ def log(console: Console, line: str, style: str | None = None, highlight: bool |
         console.print(line, style=style, soft_wrap=True, markup=False, highlight=highlight)
 
 
-class CommandOutput(NamedTuple):
-    """Functions that print a result, and that announce the next wait."""
-
-    show: Callable[[RenderableType], None]
-    wait_for: Callable[[str], None]
+CommandOutput = tuple[Callable[[RenderableType], None], Callable[[str], None]]
+"""Functions that print a result, and that announce the next wait."""
 
 
 @contextmanager
@@ -93,7 +89,7 @@ def command_output() -> Iterator[CommandOutput]:
     console = _output()
     with console.status("") as status:  # nothing without a terminal
         result = console.print if console.is_terminal else show
-        yield CommandOutput(result, lambda what: status.update(Text(f"waiting for {what}")))
+        yield result, lambda what: status.update(Text(f"waiting for {what}"))
 
 
 def _output() -> Console:

@@ -49,14 +49,11 @@ class Failed(Exception):
 
 
 class Checkup:
-    def __init__(self, tell: CommandOutput) -> None:
-        self._tell = tell
+    def __init__(self, output: CommandOutput) -> None:
+        self._print, self.wait_for = output
         self._remedies: list[str] = []
         self._expected: list[str] = []
         self.has_failed = False
-
-    def wait_for(self, what: str) -> None:
-        self._tell.wait_for(what)
 
     def found(self, step: str, what: str) -> None:
         self._show("ok", step, what)
@@ -79,7 +76,7 @@ class Checkup:
         mark, style = _MARKS[kind]
         row = Table(Column(width=1), Column(width=_WIDEST_STEP), Column(), show_header=False, show_edge=False)
         row.add_row(Text(mark, style), Text(step), Text(what))
-        self._tell.show(row)
+        self._print(row)
 
     def sentences(self) -> Iterator[Text]:
         yield from (Text.from_markup(f"[yellow]do:[/yellow] {escape(each)}") for each in self._remedies)

@@ -188,10 +188,10 @@ def test_at_a_terminal_a_line_that_disappears_has_what_is_waited_for(monkeypatch
     monkeypatch.setenv("TERM", "xterm")
     with os.fdopen(terminal, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        with command_output() as tell:
-            tell.wait_for("an answer")
-            tell.show(Text("✓ it came"))
-            tell.wait_for("another one")
+        with command_output() as (show, wait_for):
+            wait_for("an answer")
+            show(Text("✓ it came"))
+            wait_for("another one")
             time.sleep(0.2)
         said = os.read(reader, 1 << 16).decode()
     os.close(reader)
