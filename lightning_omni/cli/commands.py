@@ -23,8 +23,7 @@ from lightning_omni.cli.console import (
     print_line,
     print_sentence,
     show,
-    table_of,
-    tall_table_of,
+    show_table,
 )
 from lightning_omni.cli.simulate_settings import SimulationSettings
 from lightning_omni.cli.units import Quantity, bytes_of, check_above_zero, rate_of, seconds_of, time_of
@@ -104,11 +103,7 @@ def compare(
     if json:
         print_line(dumps(found.to_dict()))
         return 0
-    rows = [row.cells for row in found.rows]
-    show(
-        table_of(rows, ("", "setting"), title=found.title, bold=found.best),
-        tall_table_of(rows, title=found.title),
-    )
+    show_table([row.cells for row in found.rows], ("", "setting"), found.title, found.best)
     print_sentence(found.verdict)
     print_line(found.snippet)
     if found.tuned_snippet:
@@ -181,7 +176,7 @@ def plan(
     rate = None if bandwidth is None else rate_of("--bandwidth", bandwidth)
     delay = None if latency is None else seconds_of("--latency", latency)
     # Imported here, so that --help does not wait for torch.
-    from lightning_omni.cli.plan import exchanges_of, tables
+    from lightning_omni.cli.plan import exchanges_of
     from lightning_omni.tuning.model.forecast import Setting
     from lightning_omni.tuning.report import TuningReport
     from lightning_omni.tuning.report import plan as of
@@ -196,7 +191,8 @@ def plan(
     given |= {"per_node": True} if per_node else {}
     ways = exchanges_of(search, method, compression, period, all_reduce)
     planned = of.Plan(search, given, own, ways)
-    show(*tables(planned, samples))
+    rows, title, best = of.rows(planned, samples), of.title(planned), planned.rows.index(planned.best)
+    show_table(rows, ("batches", "exchange", "bottleneck"), title, best)
     for line in of.sentences(planned, samples):
         print_sentence(line)
     return 0

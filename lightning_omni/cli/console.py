@@ -34,14 +34,15 @@ def show(wide: RenderableType, tall: RenderableType | None = None) -> None:
     console.print(wide if tall is None or needed <= console.width else tall)
 
 
-def table_of(
-    rows: Sequence[Mapping[str, str]],
-    left: Container[str],
-    heads: Sequence[str] = (),
-    title: str | None = None,
-    bold: int | None = None,
-) -> Table:
-    heads = heads or list(dict.fromkeys(head for row in rows for head in row))
+def show_table(
+    rows: Sequence[Mapping[str, str]], left: Container[str], title: str | None = None, bold: int | None = None
+) -> None:
+    """Print rows by their heads, or upright where that does not fit; columns ``left`` are of text."""
+    show(_table_of(rows, left, title, bold), _tall_table_of(rows, title))
+
+
+def _table_of(rows: Sequence[Mapping[str, str]], left: Container[str], title: str | None, bold: int | None) -> Table:
+    heads = list(dict.fromkeys(head for row in rows for head in row))
     table = Table(
         *(
             Column(head, overflow="fold") if head in left else Column(head, justify="right", no_wrap=True)
@@ -54,7 +55,7 @@ def table_of(
     return table
 
 
-def tall_table_of(rows: Sequence[Mapping[str, str]], title: str | None = None) -> Table:
+def _tall_table_of(rows: Sequence[Mapping[str, str]], title: str | None) -> Table:
     first, *heads = dict.fromkeys(head for row in rows for head in row)
     columns = [Column(Text(row[first]), justify="right", overflow="fold") for row in rows]
     table = Table(Column(first, no_wrap=True), *columns, title=title)
