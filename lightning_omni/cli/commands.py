@@ -419,7 +419,7 @@ def _check_state(servers: int, record: Path | None, transport: str, port: int) -
 def doctor(address: str, key_file: Path | None = None, mb: float = 100.0, encryption: str = "curve") -> int:
     """Check and measure the connection from this machine to a parameter server.
 
-    It checks ports, key, versions, clock, latency, and bandwidth, for at least 0.7 s in each direction, and predicts
+    It checks ports, key, versions, latency, and bandwidth, for at least 0.7 s in each direction, and predicts
     the time of an exchange. It does not join the run. The exit status is 1 if a check failed, else 0.
 
     Args:

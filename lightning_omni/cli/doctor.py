@@ -36,8 +36,6 @@ UNDER_WAY = {"to": 192, "from": 8}
 """Pieces that travel at a time, 6 to 8 MB in total: fewer than the server queues, and enough for most links."""
 WIRES = ("fp32", "bf16", "int8", "topk:0.01")
 """Wire formats for which the time of an exchange is predicted."""
-MOST_SKEW = 1.0
-"""Seconds that two clocks may differ before the times in logs mislead."""
 _MARKS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "failed": ("✗", "red")}
 _WIDEST_STEP = len("bandwidth from it")
 _ALIKE = {"torch": 2, "lightning-omni": 3}
@@ -98,7 +96,6 @@ def examine(checkup: Checkup, address: str, key_file: Path | None, mb: float, en
             _versions(checkup, server)
             if host:
                 _port(checkup, "data port", host, server.data_port)
-            _clock(checkup, observer)
             _run(checkup, observer)
             _measure(checkup, observer, server, mb)
         except OmniError as error:
@@ -198,7 +195,7 @@ def _observer(checkup: Checkup, address: str, key: bytes, encryption: str) -> Ob
 
 
 def _versions(checkup: Checkup, server: m.ServerDescription) -> None:
-    here, there = versions(), server.about.versions
+    here, there = versions(), server.versions
     names = ("lightning-omni", "torch", "pytorch-lightning", "lightning", "python")
     text = "; ".join(
         f"{name} {here.get(name, '-')}"
@@ -215,23 +212,6 @@ def _versions(checkup: Checkup, server: m.ServerDescription) -> None:
         checkup.warn("versions", text, f"install the same {' and '.join(other)} on both sides")
     else:
         checkup.found("versions", text)
-
-
-def _clock(checkup: Checkup, observer: Observer) -> None:
-    """Compare the clocks as NTP does, by the fastest of several requests."""
-    checkup.wait_for("five answers, for the clock")
-    asked = []
-    for _ in range(5):
-        began = time.time()
-        there = observer.describe().about.time
-        ended = time.time()
-        asked.append((ended - began, there - (began + ended) / 2))
-    took, ahead = min(asked)
-    text = f"the server's is {abs(ahead):.3f} s {'ahead' if ahead > 0 else 'behind'}, to {took / 2:.3f} s"
-    if abs(ahead) - took / 2 > MOST_SKEW:
-        checkup.warn("clock", text, "set both by NTP: the times in logs cannot be compared; training does not use them")
-    else:
-        checkup.found("clock", text)
 
 
 def _run(checkup: Checkup, observer: Observer) -> None:
