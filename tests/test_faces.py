@@ -318,7 +318,7 @@ def changing_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, A
         **{f"before, {each}": {"before": each} for each in ("nodes", "an option", *WRONG_NODES, *UNLIKE_SETTINGS)},
         "misplaced": {"misplaced": MISPLACED},
         "spelled otherwise": {"misplaced": {"LIGHTNING_OMNI_METHOD": "async_sgd:bound=null"}},
-        **{f"sampled {each}": {"sampled": each} for each in ("inside", "before")},
+        **{f"sampled {each}": {"sampled": each} for each in ("inside", "asks", "before")},
         **{f"inner, {groups}": {"inner": groups} for groups in (1, 2)},
         "nested": {"nested": 2},
         **{f"returned, {kind}": {"returned": kind} for kind in ("SGD", "Adagrad")},
@@ -697,7 +697,7 @@ def test_ranks_with_other_settings_are_refused_by_name_before_they_wait_for_each
 
 
 def test_a_sampler_with_which_each_group_trains_all_samples_is_named(changing_loops: list[dict[str, Any]]) -> None:
-    for name, times in (("sampled inside", 2), ("sampled before", 1)):
+    for name, times in (("sampled inside", 2), ("sampled asks", 2), ("sampled before", 1)):
         one, other = (each[name] for each in changing_loops)
         assert sorted(one["seen"] + other["seen"]) == sorted([*range(16)] * times)
         assert other["said"] == []

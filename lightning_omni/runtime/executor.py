@@ -172,7 +172,7 @@ class Exchanging(Executor):
     def follow_writes(self) -> None:
         for head in self._heads:
             head.remove()  # if weights were written, the submodule itself is sent to the server
-        self._external_writes.follow()
+        self._external_writes.follow(self._parameter_groups.check_alike)
         self.place_heads()
 
     @override

@@ -199,6 +199,7 @@ class _Replay:
         self._out, self._in = Memory(), Memory()
         self._groups: dict[int, _Group] = {}
         self._step_time = 0.0
+        self._batch_size = 0  # samples of one member, as far as known: its first batch is whole
 
     def _new_bench(self) -> Workbench:
         return Workbench(self._model, self._parameters, self._loss, Samples([0], 0), False, 1)
@@ -386,7 +387,9 @@ class _Replay:
         if not isinstance(need := group.core.waits_for(0), NextGradient):
             raise ProtocolError(f"the record has {group.ranks} train {span}, but they want {need}")
         members = len(group.ranks)
-        parts = [positions(Batch(*span, 0), member, members) for member in range(members)]
+        self._batch_size = max(self._batch_size, (span[1] - span[0]) // members)
+        in_pairs = self._batch_size > 1
+        parts = [positions(Batch(*span, 0), member, members, in_pairs=in_pairs) for member in range(members)]
         weights: dict[str, Tensor] = {**self._start, **group.others}
         weights |= dict(zip(self._parameters, group.replica.weights(), strict=False))
         ordered = [weights[name] for name in self._parameters]
