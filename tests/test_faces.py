@@ -69,7 +69,7 @@ def belongs(strategy, namespace):
 def cells(head, namespace, strategies):
     for name, strategy in strategies.items():
         pl = importlib.import_module(namespace)
-        tuners = [OmniTuner(budget=0), DeviceTuner(budget=1)]
+        tuners = [OmniTuner(), DeviceTuner(budget=1)]
         trainer = pl.Trainer(devices=2, strategy=strategy, callbacks=tuners, **OPTIONS)
         alone = pl.Trainer(devices=2, callbacks=tuners[0], **OPTIONS).callbacks[0] is tuners[0]
         made = trainer.strategy
@@ -85,7 +85,7 @@ def fits(head, namespace):
     pl = importlib.import_module(namespace)
     model = importlib.import_module(f"{namespace}.demos.boring_classes").BoringModel()
     strategy = Mine(3, groups=1)
-    tuners = [OmniTuner(budget=0), DeviceTuner(budget=0.1, bf16='skip')]
+    tuners = [OmniTuner(), DeviceTuner(budget=0.1, bf16='skip')]
     trainer = pl.Trainer(devices=1, strategy=strategy, max_steps=2, limit_val_batches=0, callbacks=tuners, **OPTIONS)
     trainer.fit(model)
     say(head, namespace, "fits", strategy.calls, trainer.global_step, tuners[1].problem)
