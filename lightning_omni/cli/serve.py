@@ -59,7 +59,7 @@ class RunLog:
         if now < self._due and not at_once:
             return
         self._due = now + EVERY
-        new = list(takewhile(lambda each: each is not self._last, reversed(self._core.observation.run_events)))
+        new = list(takewhile(lambda each: each is not self._last, reversed(self._core.status_service.run_events)))
         for event in reversed(new):
             self._last = event
             log(self._console, line_of(event, self._core.now), highlight=False)
@@ -178,7 +178,7 @@ class StandaloneServer:
         self._announce()
         with self._open:
             self._server.run(until=self._is_over)
-        lost, is_told = self._core.lost_server, self._is_told
+        lost, is_told = self._core.replication.lost_server, self._is_told
         if not lost and not self._is_stopped and not is_told:  # it holds a share, and has lost its coordinator
             lost = "the server that coordinates is gone"
         if lost:
@@ -212,10 +212,10 @@ class StandaloneServer:
             self._web.poll(self._core)
         for number, process in enumerate(self._others, 1):
             if how := process.how_ended():
-                self._core.server_ended(number, how)
-        if self._core.lost_server:
+                self._core.replication.ended(number, how)
+        if self._core.replication.lost_server:
             self._is_stopped = True
-        if self._core.is_over:
+        if self._core.roster.is_over:
             self._run_over()
             self._core.reset()
         return self._is_stopped or self._is_told
@@ -224,7 +224,7 @@ class StandaloneServer:
         outcome = ""
         if self._log is not None:  # servers of other shares do not count lost ranks
             self._log.write(at_once=True)
-            outcome = f": {self._core.clock} updates, ranks lost: {len(self._core.roster.lost)}"
+            outcome = f": {self._core.store.clock} updates, ranks lost: {len(self._core.roster.lost)}"
         log(self._console, f"a run is over{outcome}")
         has_begun = self._core.generation or not self._core.roster.joining
         if self._options.once and has_begun:

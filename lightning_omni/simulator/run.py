@@ -93,7 +93,7 @@ class Simulation:
         self._gradients = self._new_gradients(workload)
         self._form()
         metrics = self._metrics if self._evaluate is not None else None
-        clock = None if formation.method.talks_to_peers else lambda: self.server.core.clock
+        clock = None if formation.method.talks_to_peers else lambda: self.server.core.store.clock
         self._monitor = Monitor(self._engine, limits, evaluation, metrics, clock, len(self._samples))
         self._monitor.moves_between_updates = formation.method.evaluated == "mean"
         self._network.delivered = self._monitor.check
@@ -165,7 +165,7 @@ class Simulation:
             replica = SharingReplica(list(self._parameters.values()), self._optimizer, number, start)
         else:
             replica = own_replica(self._make, self._model, self._parameters, served.master.weights(), number)
-        replica.peers, replica.servers = self.server.core.roster.groups, self._servers
+        replica.peers, replica.servers = self.server.core.roster.formed.alive, self._servers
         core = GroupCore(method, self._wire_format, MOST_REFUSED, self._formation.overlap)
         core.form(identity)
         group = self.groups[number] = SimulatedGroup(core, replica, ranks, members, self._context, epoch)
@@ -236,7 +236,7 @@ class Simulation:
         self._network.deliver(self.server.tick())
         rank = group.ranks[topology.members(home).index(failure.rank)]
         out = self.server.lose(rank, reason)
-        if over := self.server.core.over:
+        if over := self.server.core.roster.over:
             self._monitor.ended = f"lost: {over}"
             return
         self._remove(group)
@@ -272,7 +272,7 @@ class Simulation:
             weights = [weight if mean is None else mean for weight, mean in means]
         named = dict(zip(self._parameters, weights, strict=True))
         if self._head is not None:
-            named |= dict(zip(self._head.parameters, self.server.core.optimizers[HEAD].master.weights(), strict=True))
+            named |= dict(zip(self._head.parameters, self.server.core.store.all[HEAD].master.weights(), strict=True))
         return named
 
     def _metrics(self) -> dict[str, float]:

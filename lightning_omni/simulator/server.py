@@ -133,7 +133,7 @@ class SimulatedServer:
         self.incarnation = cast(m.GroupsFormed, formed.message).incarnation
         packed, buffer = pack({"parts": [dict(part) for part in parts]})
         self._data(0, m.UploadWeights(packed=packed, nbytes=buffer.numel()), buffer)
-        self.served = self.core.optimizers[0]
+        self.served = self.core.store.all[0]
 
     def join(self, members: int, name: str) -> tuple[m.Joined, tuple[int, ...], list[Out]]:
         first = max(self._topology.ranks) + 1

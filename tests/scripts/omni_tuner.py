@@ -222,14 +222,14 @@ class State(pl.Callback):
         self.rate = 0.0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self.servers.append(trainer.strategy.world.server.process is not None)
+        self.servers.append(bool(trainer.strategy.world.server.processes))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         trainer.should_stop = self.stops[1:] == [0] or trainer.should_stop
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if not self.first:
-            self.servers.append(trainer.strategy.world.server.process is not None)
+            self.servers.append(bool(trainer.strategy.world.server.processes))
             self.first = batch[2].tolist()
         self.last_epoch += batch[2].tolist()
         self.sizes.append(len(batch[2]))

@@ -25,7 +25,7 @@ from lightning_omni.methods.model.server_optimizer import describe, detach_state
 from lightning_omni.runtime.model.sharded import complete, gradient_of, here, like, load_state, parts_of, rows
 from lightning_omni.wire.formats.base import Memory, zeros_on
 from lightning_omni.wire.layout import DTYPES, Layout
-from lightning_omni.wire.partition import Partition, over_parameters
+from lightning_omni.wire.partition import over_parameters
 
 _LARGE = 1 << 16
 """Elements of a weight above which a comparison of all takes too long for a step."""
@@ -321,8 +321,6 @@ class Part:
     empty: Callable[[int], Tensor]
     """Returns memory for exchanges with the server."""
     device: torch.device
-    split: Partition | None = None
-    """The division of its parameters over several servers, at the last exchange."""
     staleness: Counter[int] = field(default_factory=Counter)
     """Number of exchanges by staleness, since the last report; a loop without Lightning requests none."""
     head: tuple[str, Module] | None = None

@@ -145,16 +145,12 @@ class ServerProcess:
                 with contextlib.suppress(OSError):
                     pipe.close()
 
-    def dismiss(self) -> None:
-        """Request the server's end by a line on its standard input; `stop` waits for it."""
+    def stop(self, timeout: float = 5.0) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # it has ended, or this is not the first call
             self._process.stdin.write(b"\n")
             self._process.stdin.flush()
         self.leave()
-
-    def stop(self, timeout: float = 5.0) -> None:
-        self.dismiss()
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
