@@ -361,7 +361,7 @@ def test_a_standing_server_whose_log_cannot_be_written_serves_on(
         threads=torch.get_num_threads(),
         allow_optimizers=(),
     )
-    options = Options(1, 0, "off", once=False, http=None, http_host="", key_file=None)
+    options = Options(1, once=False, http=None, http_host="", key_file=None)
     console, signals = Console(file=request.getfixturevalue(log)), StopSignals()
     RunLog(run.core, console).write(at_once=True)
     assert run.core.status_service.run_events
