@@ -262,10 +262,8 @@ class EpochDriver:
 
     @property
     def _is_resumed_by_one_group(self) -> bool:
-        """Return whether a single group resumes an epoch that several groups had begun.
-
-        The epoch then ends with its samples: the checkpoint's batch count is that of one of these groups.
-        """
+        """Return whether a single group resumes an epoch that several groups had begun."""
+        # The epoch then ends with its samples: the checkpoint's batch count is that of one of these groups.
         return self.data.kind == "dynamic" and not self.data.is_dynamic and self.run.is_resumed_inside
 
     def resume_order(self) -> None:
