@@ -11,23 +11,16 @@ from torch import Tensor
 from lightning_omni.checks import check_number, check_whole
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods.contract import (
-    Exchange,
-    Fetch,
-    GroupSide,
-    Method,
-    NextGradient,
     Push,
     Reply,
     ServerSide,
-    Step,
-    StepTime,
     Total,
     check_fragments,
     check_period,
 )
 from lightning_omni.methods.diloco import check_outer
-from lightning_omni.methods.model.fragments import state_of, states_in, write
-from lightning_omni.methods.model.replica import Pulled, Replica
+from lightning_omni.methods.model.fragments import state_of, states_in
+from lightning_omni.methods.overlap import LocalSteps
 
 
 class _Fragment:
@@ -76,15 +69,15 @@ class _DelayedNesterov(ServerSide):
                 velocity.add_(change)
 
     def _local_steps(self, push: Push) -> int:
-        """Return the steps that the group is to make (DyLU) until it exchanges the same fragment."""
+        """Return the steps that the group is to make (DyLU) until its next exchange."""
         method = self.method
         if push.note > 0:
             self._step_times[push.group] = push.note
         if not method.dynamic_steps or push.group not in self._step_times:
-            return method.period
+            return method.push_period
         fastest = min(seconds for group, seconds in self._step_times.items() if group in self.groups)
         ratio = fastest / self._step_times[push.group]
-        return max(method.min_steps, int(method.period * ratio))
+        return max(1, max(method.min_steps, int(method.period * ratio)) // method.fragments)
 
     def grow(self, start: int) -> None:
         for number, of in enumerate(self._fragments):
@@ -107,7 +100,7 @@ class _DelayedNesterov(ServerSide):
         self._step_times = {int(group): float(seconds) for group, seconds in state["step_times"].items()}
 
 
-class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
+class AsyncDiLoCo(LocalSteps, frozen=True, kw_only=True, tag="async_diloco"):
     r"""Asynchronous local SGD with delayed Nesterov momentum (DN) and dynamic local updates (DyLU).
 
     Each group makes :math:`H_w` steps of the user's optimizer from the outer weights :math:`\theta` that it last read,
@@ -149,14 +142,13 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
         arXiv:2501.18512 (fragments; there at a barrier, and in flight while a group computes).
     """
 
-    steps_at = "worker"
     side = _DelayedNesterov
     period: int = 50
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     buffer: int | None = None
     activation: float = 0.0
-    dynamic_steps: bool = True
+    dynamic_steps: bool = True  # type: ignore[misc]
     min_steps: int = 1
     fragments: int = 1  # type: ignore[misc]  # of other methods it is a class attribute
 
@@ -181,43 +173,3 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
 
     def changes_with_period(self, period: int) -> dict[str, Any]:
         return {**super().changes_with_period(period), "min_steps": min(self.min_steps, period)}
-
-    def steps_to_push(self, replica: Replica) -> int:
-        memory = replica.memory
-        return max(1, int(memory.get("period", self.period)) // self.fragments - int(memory.get("steps", 0)))
-
-    def group_side(self, replica: Replica) -> GroupSide:
-        memory = replica.memory
-        while True:
-            gradient = yield NextGradient()
-            outer = replica.remember("outer")
-            yield Step(gradient)
-            memory["steps"] = memory.get("steps", 0) + 1
-            if memory["steps"] < max(1, memory.get("period", self.period) // self.fragments):
-                continue
-            step_time = yield StepTime()
-            if self.fragments > 1:
-                yield from self._exchange_fragment(replica, outer, step_time)
-                continue
-            pulled = yield Exchange(replica.change(since=outer, factor=-1.0), replica.clock, note=step_time)
-            replica.continue_from(pulled)
-            memory.clear()
-            if pulled.note:
-                memory["period"] = int(pulled.note)
-
-    def _exchange_fragment(self, replica: Replica, outer: Sequence[Tensor], step_time: float) -> GroupSide:
-        memory, of = replica.memory, self.fragments
-        number = memory.get("next", 0)
-        read_at = memory.setdefault("read_at", [replica.clock] * of)
-        change = replica.change(outer, -1.0, number, of)
-        pulled: Pulled = yield Exchange(change, read_at[number], note=step_time, fragment=number)
-        if pulled.refused:  # the answer holds one fragment, and the others may not be finite either
-            replica.restart((yield Fetch()))
-            memory.clear()
-            return
-        write(outer, replica.pieces(number, of), pulled.tensors)
-        replica.overwrite(pulled.tensors, number, of)
-        read_at[number] = replica.clock = pulled.clock
-        memory["steps"], memory["next"] = 0, (number + 1) % of
-        if pulled.note:
-            memory["period"] = int(pulled.note)
