@@ -39,7 +39,6 @@ from lightning_omni.server.service import Payload as Payload
 from lightning_omni.server.service import as_tensor as as_tensor
 from lightning_omni.server.service import nbytes_of as nbytes_of
 from lightning_omni.simulator import replay as replay
-from lightning_omni.simulator.server import InMemoryConnections as InMemoryConnections
 from lightning_omni.simulator.workbench import Samples as Samples
 from lightning_omni.strategy import both_namespaces as both_namespaces
 from lightning_omni.strategy.arguments import SERVER as SERVER

@@ -26,7 +26,7 @@ from lightning_omni.simulator.gradients import Gradients, Members, MergedHeadGra
 from lightning_omni.simulator.group_process import MOST_REFUSED, EpochBarrier, SimulatedGroup, SimulationContext
 from lightning_omni.simulator.monitor import Monitor, arrays, evaluated
 from lightning_omni.simulator.network import Exchanges
-from lightning_omni.simulator.server import HEAD, SimulatedNetwork, SimulatedServer, part_of, partitioned_format
+from lightning_omni.simulator.server import HEAD, SimulatedNetwork, SimulatedServer, part_of
 from lightning_omni.simulator.settings import (
     Batches,
     Computation,
@@ -85,9 +85,9 @@ class Simulation:
         self.server = SimulatedServer(self._engine, layout, topology, batches.seed, self._optimizer, record)
         # One group has no server in its path, so exchanges take no time.
         between = Cluster(cluster.devices) if topology.is_synchronous else cluster
-        split = self._split(layout, between.server_count)
-        self._servers = len(split.shares)
-        self._wire_format = partitioned_format(formation.compression.wire_format, formation.method, split)
+        at_servers = self._optimizer if formation.method.steps_at == "server" else None
+        split = Partition.of(layout, between.server_count, is_elementwise(formation.method, at_servers))
+        self._wire_format = formation.compression.wire_format
         self._costs = Exchanges(self._engine, between, split.fractions)
         self._network = SimulatedNetwork(self._engine, between.link, self.server, self._costs)
         self._gradients = self._new_gradients(workload)
@@ -105,15 +105,6 @@ class Simulation:
 
     # --- Its parts ---------------------------------------------------------------------------------------------------
 
-    def _split(self, layout: Layout, servers: int) -> Partition:
-        method = self._formation.method
-        at_servers = self._optimizer if method.steps_at == "server" else None
-        return (
-            Partition.of(layout, servers, is_elementwise(method, at_servers))
-            if servers > 1
-            else Partition.whole(layout)
-        )
-
     def _new_gradients(self, workload: Workload) -> Gradients:
         batches, topology, head = self._batches, self._formation.topology, self._head
         computation = batches.computation
@@ -129,7 +120,7 @@ class Simulation:
     def _form(self) -> None:
         method = self._formation.method
         at_server = self._optimizer if method.steps_at == "server" else None
-        parts = [part_of(self._parameters, at_server, servers=self._servers)]
+        parts = [part_of(self._parameters, at_server)]
         if self._head is not None:
             parts.append(part_of(self._head.parameters, self._optimizer, self._head.part(self._batches.seed)))
         self.server.form(method, self._wire_format, self._formation.overlap, parts)
@@ -164,7 +155,7 @@ class Simulation:
             replica = SharingReplica(list(self._parameters.values()), self._optimizer, number, start)
         else:
             replica = own_replica(self._make, self._model, self._parameters, served.master.weights(), number)
-        replica.peers, replica.servers = self.server.core.roster.groups, self._servers
+        replica.peers = self.server.core.roster.groups
         core = GroupCore(method, self._wire_format, MOST_REFUSED, self._formation.overlap)
         core.form(identity)
         group = self.groups[number] = SimulatedGroup(core, replica, ranks, members, self._context, epoch)
