@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from numbers import Integral
 from typing import Any
 
@@ -35,7 +36,7 @@ from lightning_omni.simulator.settings import (
     Limits,
     Progress,
     StopSimulation,
-    progress_of,
+    progress_bar,
 )
 from lightning_omni.simulator.workbench import Samples, SharingReplica, Workbench, named_parameters, own_replica
 from lightning_omni.simulator.workload import Workload
@@ -89,7 +90,7 @@ class Simulation:
         split = Partition.of(layout, between.server_count, is_elementwise(formation.method, at_servers))
         self._wire_format = formation.compression.wire_format
         self._costs = Exchanges(self._engine, between, split.fractions)
-        self._network = SimulatedNetwork(self._engine, between.link, self.server, self._costs)
+        self._network = SimulatedNetwork(self._engine, self.server, self._costs)
         self._gradients = self._new_gradients(workload)
         self._form()
         metrics = self._metrics if self._evaluate is not None else None
@@ -380,6 +381,8 @@ def simulate(
     evaluation = evaluation or Evaluation()
     if workload.evaluate is None and evaluation != Evaluation():
         raise ConfigurationError("Workload(evaluate=None): pass a function that evaluates a model, or no evaluation=")
+    if not isinstance(progress, bool) and not callable(progress):
+        raise ConfigurationError(f"progress={progress!r}: pass True, False or a function of a fraction and a text")
     batches = Batches(batch_size, seed, computation or Computation())
     check_kind("cluster", cluster, Cluster, "a Cluster, as Cluster.even(4)")
     check_kind("topology", topology, (Integral, Topology), "a number of groups, or a Topology")
@@ -399,7 +402,7 @@ def simulate(
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         run = Simulation(workload, cluster, formation, batches, limits, evaluation, record)
-        with progress_of(progress) as shown:
+        with progress_bar() if progress is True else nullcontext(progress or None) as shown:
             return run.run(shown, returns_if_interrupted=progress is not False)
 
 

@@ -24,7 +24,6 @@ from lightning_omni.server.core import ServerCore
 from lightning_omni.server.event_log import Recorder
 from lightning_omni.server.parameters.served_parameters import ServedParameters
 from lightning_omni.server.service import Out
-from lightning_omni.simulator.cluster import Link
 from lightning_omni.simulator.engine import Engine, Process, Timeline
 from lightning_omni.simulator.network import Exchanges
 from lightning_omni.simulator.workbench import WeightsByClock
@@ -177,13 +176,13 @@ class SimulatedNetwork:
     """The network that delivers the server's messages, in virtual time.
 
     Attributes:
-        processes: the process that receives the server's messages, by group number.
+        processes: the process that receives the server's decisions, by group number.
+        exchanges: the process that receives weights, likewise: the group's last exchange.
         delivered: called after each delivery, since the server may have made an update.
-        exchanges: processes that receive weights instead: the groups' exchanges under way, by group number.
     """
 
-    def __init__(self, engine: Engine, between: Link, server: SimulatedServer, costs: Exchanges) -> None:
-        self._engine, self._between, self._server, self.costs = engine, between, server, costs
+    def __init__(self, engine: Engine, server: SimulatedServer, costs: Exchanges) -> None:
+        self._engine, self._server, self.costs = engine, server, costs
         self.processes: dict[int, Process] = {}
         self.delivered: Callable[[], None] = lambda: None
         self._due = math.inf
@@ -193,14 +192,12 @@ class SimulatedNetwork:
         """Deliver messages that the server sends now: weights take time, `Next` none."""
         for item in out:
             group = self._server.group_of(item)
-            process = self.processes[group]
             if isinstance(item.message, m.Weights):
-                process = self.exchanges.get(group, process)
                 # The tensors are copied now, because the answer is only valid until the server's next message.
                 answer = item.message, self._server.tensors_of(item)
-                self._engine.start(self._send(group, process, answer))
+                self._engine.start(self._send(group, self.exchanges[group], answer))
             elif isinstance(item.message, m.Next):
-                self._engine.resume_at(self._engine.now, process, item.message.next)
+                self._engine.resume_at(self._engine.now, self.processes[group], item.message.next)
         if (due := self._server.core.due) < self._due:
             self._due = due
             self._engine.start(self._expire(due))
@@ -215,12 +212,6 @@ class SimulatedNetwork:
         yield due
         self._due = math.inf
         self.deliver(self._server.tick() if self._server.core.due <= self._engine.now else [])
-
-    # --- From group to group -----------------------------------------------------------------------------------------
-
-    def to_peer(self, nbytes: int = 0) -> float:
-        """Return the arrival of a message to another group that is sent now. Links between groups are not shared."""
-        return self._engine.now + self._between.seconds(nbytes)
 
 
 def part_of(
