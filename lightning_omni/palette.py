@@ -140,9 +140,9 @@ def new_figure(width: float, height: float, **options: Any) -> Any:
     return Figure(figsize=(width, height), layout="constrained", **options)
 
 
-def plot_interval(axes: Any, places: Sequence[float], estimates: Sequence[Any], colour: str, label: str = "") -> None:
+def plot_interval(axes: Any, places: Sequence[float], estimates: Sequence[Any], colour: str) -> None:
     """Draw a curve of estimates (``value``, ``low``, ``high``) and the band of their intervals."""
-    axes.plot(places, [each.value for each in estimates], color=colour, marker="o", markersize=4, label=label)
+    axes.plot(places, [each.value for each in estimates], color=colour, marker="o", markersize=4)
     lows, highs = ([getattr(each, end) for each in estimates] for end in ("low", "high"))
     axes.fill_between(places, lows, highs, color=colour, alpha=0.16, linewidth=0)
 

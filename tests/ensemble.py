@@ -153,11 +153,12 @@ class Ensemble:
         served._layouts = {len(layout.specs): layout}
         master, side = served.master, served.method_side
 
-        def cut(of: int) -> None:
-            parts = [read(master.weights(), layout.pieces(number, of)) for number in range(of)] if of > 1 else []
+        def cut(fragments: int) -> None:
+            several = range(fragments) if fragments > 1 else ()
+            parts = [read(master.weights(), layout.pieces(number, fragments)) for number in several]
             master._fragments = [list(map(Parameter, part)) for part in parts] or [list(master.parameters.values())]
 
-        master.cut = cut  # type: ignore[method-assign]
+        master.cut = cut  # type: ignore[assignment, method-assign, unused-ignore]
         served.method_side = side.method.server_side(master, side.groups)
 
     def begin(

@@ -11,6 +11,7 @@ import re
 import sys
 import time
 from collections.abc import Mapping
+from contextlib import closing
 from json import dumps
 from pathlib import Path
 from typing import Any, Literal
@@ -18,9 +19,7 @@ from typing import Any, Literal
 from rich.console import Console
 
 from lightning_omni.cli.console import (
-    check_file,
     command_output,
-    make_folder,
     print_line,
     print_sentence,
     show,
@@ -151,7 +150,6 @@ def plan(
     samples: float | None = None,
     momentum: float | None = None,
     lr: float | None = None,
-    out: Path | None = None,
 ) -> int:
     """Predict how fast more machines, or another network, would train, and with how many groups.
 
@@ -173,7 +171,6 @@ def plan(
         samples: Samples that training takes with one group, to predict the time of the whole training.
         momentum: Momentum that suits a single group. By default the file's.
         lr: Learning rate that suits a single group. By default the file's.
-        out: Folder for the page, plan.html, and the picture.
     """
     check_above_zero({"samples": samples, "lr": lr})
     if batch_size is not None and not 1 <= batch_size < math.inf:
@@ -198,17 +195,10 @@ def plan(
     given: dict[str, Any] = {name: value for name, value in changes.items() if value is not None}
     given |= {"per_node": True} if per_node else {}
     ways = exchanges_of(search, method, compression, period, all_reduce)
-    if out is not None:
-        make_folder("--out", out)
-        for each in of.files(out):
-            check_file("--out", each)
     planned = of.Plan(search, given, own, ways)
     show(*tables(planned, samples))
     for line in of.sentences(planned, samples):
         print_sentence(line)
-    if out is not None:
-        for each in of.save(planned, samples, out):
-            print_line(f"{'page' if each.suffix == '.html' else 'picture'}: {each}")
     return 0
 
 
@@ -486,13 +476,40 @@ def top(
     observer = Observer(address, key, encryption, CONNECT_TIME)
     console = Console()
     if not once and sys.stdout.isatty() and not console.is_dumb_terminal:
-        return watch(console, observer, lambda: Observer(address, key, encryption, AGAIN), seconds)
-    try:
+        watch(console, observer, lambda: Observer(address, key, encryption, AGAIN), seconds)
+    with closing(observer):
         rates = Rates()
         rates.add(time.monotonic(), observer.overview())
         time.sleep(seconds)  # a rate needs two readings
         rates.add(time.monotonic(), overview := observer.overview())
-    finally:
-        observer.close()
-    show(picture(overview, rates, keys=False))
+    show(picture(overview, rates))
+    return 0
+
+
+# --- evict ------------------------------------------------------------------------------------------------------------
+
+
+def evict(address: str, group: str, bar: bool = False, key_file: Path | None = None, encryption: str = "curve") -> int:
+    """Evict a group from the run of a parameter server, as if it had died.
+
+    Its ranks exit with the reason; what it had drawn goes back to the pool, and the other groups continue.
+
+    Args:
+        address: Address of the server, as in tcp://host:5555.
+        group: Name of the group, as top shows it.
+        bar: Let no group that connects from the same addresses join any more, where groups join on their own.
+        key_file: File with the shared key. By default the key is that in LIGHTNING_OMNI_KEY, or else in the file that
+            lightning-omni serve creates.
+        encryption: "curve" or "off", the same as the server's.
+    """
+    # Imported here, so that --help does not wait for torch.
+    from lightning_omni.transport.zeromq.keys import load_key
+    from lightning_omni.transport.zeromq.observer import Observer
+
+    with closing(Observer(address, load_key(key_file), encryption, CONNECT_TIME)) as observer:
+        groups = {each.status.name: each.status for each in observer.overview().groups}
+        if group not in groups:
+            raise ConfigurationError(f"there is no group {group}; pass one of: {', '.join(groups) or 'none is there'}")
+        observer.evict(groups[group], bar)
+    print_line(f"group {group} is evicted")
     return 0

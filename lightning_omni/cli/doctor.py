@@ -3,13 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import fcntl
-import ipaddress
 import secrets
 import socket
 import statistics
-import struct
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -182,7 +178,7 @@ def _port(checkup: Checkup, step: str, host: str, port: int) -> None:
             f"open port {port} in the firewalls between this machine and the server's (serve has --port and"
             " --data-port), and see that the address is the one that is reachable from here",
         ) from None
-    checkup.found(step, f"{host}:{port} in {1000 * took:.1f} ms, from {_interface(own)}")
+    checkup.found(step, f"{host}:{port} in {1000 * took:.1f} ms, from {own}")
 
 
 def _observer(checkup: Checkup, address: str, key: bytes, encryption: str) -> Observer:
@@ -300,31 +296,3 @@ def _expect(checkup: Checkup, server: m.ServerDescription, latency: float, to: f
             else "the run ends: start it with --state."
         )
     )
-
-
-# --- This machine ----------------------------------------------------------------------------------------------------
-
-
-def _interface(own: str) -> str:
-    name = _name_of(own)
-    if not name:
-        return own
-    facts = [f"{own} ({name}"]
-    for what, unit in (("speed", "Mbit/s"), ("mtu", "MTU")):
-        with contextlib.suppress(OSError, ValueError):
-            if (number := int(Path(f"/sys/class/net/{name}/{what}").read_text())) > 0:
-                facts.append(f"{number} {unit}" if what == "speed" else f"{unit} {number}")
-    return ", ".join(facts) + ")"
-
-
-def _name_of(own: str) -> str:
-    if sys.platform != "linux" or ipaddress.ip_address(own.partition("%")[0]).version != 4:
-        return ""
-    siocgifaddr = 0x8915
-    with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as wire:
-        for _, name in socket.if_nameindex():
-            with contextlib.suppress(OSError):  # the interface has no address
-                answer = fcntl.ioctl(wire.fileno(), siocgifaddr, struct.pack("256s", name.encode()))
-                if socket.inet_ntoa(answer[20:24]) == own:
-                    return name
-    return ""

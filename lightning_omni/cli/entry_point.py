@@ -19,7 +19,7 @@ from rich.console import Console
 from rich.text import Text
 
 from lightning_omni import __version__
-from lightning_omni.cli.commands import compare, doctor, plan, serve, simulate, top
+from lightning_omni.cli.commands import compare, doctor, evict, plan, serve, simulate, top
 from lightning_omni.cli.console import INTERRUPTED
 from lightning_omni.errors import OmniError
 
@@ -131,6 +131,7 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
     "serve": serve,
     "doctor": doctor,
     "top": top,
+    "evict": evict,
 }
 
 

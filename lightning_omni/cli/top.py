@@ -1,17 +1,11 @@
-"""The live table of a run in a terminal, and the keys that act on the run."""
+"""The live table of a run in a terminal."""
 
 from __future__ import annotations
 
-import os
-import re
-import select
-import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -20,11 +14,10 @@ from rich.progress_bar import ProgressBar
 from rich.table import Column, Table
 from rich.text import Text
 
-from lightning_omni.checks import counted
 from lightning_omni.errors import ConnectionLost, Refused, quoted
 from lightning_omni.transport.zeromq.observer import Observer
 from lightning_omni.tuning.model.steps import parts_of_step, straggler_sentence
-from lightning_omni.wire.messages import GroupOverview, GroupStatus, Overview
+from lightning_omni.wire.messages import GroupOverview, Overview
 
 if TYPE_CHECKING:
     from lightning_omni.wire.messages import LogEntry
@@ -39,7 +32,6 @@ WINDOW = 10.0
 LINES = 8
 """Number of recent events that are shown."""
 UNKNOWN = "-"
-KEYS = "↑ ↓ choose a group   e evict it   b and bar its hosts   s save now   q quit"
 _HEADS = (
     "group", "host", "ranks", "alive", "step", "forward", "exchange", "rest", "samples/s", "share", "stale", "slowest",
     "bottleneck",
@@ -76,14 +68,15 @@ class Rates:
         return (after - before) / (ended - began) if before is not None and after is not None else None
 
 
-def picture(overview: Overview, rates: Rates, chosen: int = 0, note: str = "", keys: bool = True) -> RenderableType:
-    """Render a run; keys, if any, act on the group with index ``chosen``; ``note`` is a line for the user."""
+def picture(overview: Overview, rates: Rates, note: str = "") -> RenderableType:
+    """Render a run; ``note`` is a line for the user."""
+    foot = [Text(note, "bold")] if note else []
     if not overview.run:
-        return Group(Text("No run: the server waits for ranks."), *_foot(note, keys))
+        return Group(Text("No run: the server waits for ranks."), *foot)
     return Group(
         *_head(overview, rates),
-        *_foot(note, keys),  # not below, where a terminal may be too short
-        GroupsTable(overview, rates, min(chosen, len(overview.groups) - 1) if keys else None),
+        *foot,  # not below, where a terminal may be too short
+        GroupsTable(overview, rates),
         *_sentences(overview),
         *(_line(entry) for entry in overview.log[-LINES:]),
     )
@@ -92,17 +85,17 @@ def picture(overview: Overview, rates: Rates, chosen: int = 0, note: str = "", k
 class GroupsTable:
     """A table with a row for each group; times are means over its ranks.
 
-    Narrow terminals omit the least important columns. ``chosen`` is None without keys.
+    Narrow terminals omit the least important columns.
     """
 
-    def __init__(self, overview: Overview, rates: Rates, chosen: int | None = None) -> None:
+    def __init__(self, overview: Overview, rates: Rates) -> None:
         total = sum(_work(each) for each in overview.groups)
         self._rows = [
             (
                 {head: Text(quoted(cell)) for head, cell in _cells(group, rates, total).items()},
-                "reverse" if place == chosen else "yellow" if group.silence > 2.0 else None,
+                "yellow" if group.silence > 2.0 else None,
             )
-            for place, group in enumerate(overview.groups)
+            for group in overview.groups
         ]
 
     def __rich_measure__(self, console: Console, options: ConsoleOptions) -> Measurement:
@@ -207,10 +200,6 @@ def _line(entry: LogEntry) -> Text:
     return Text(f"{duration(entry.age):>8} ago  {quoted(entry.text)}", _STYLES.get(entry.kind, ""))
 
 
-def _foot(note: str, keys: bool) -> list[Text]:
-    return [*([Text(note, "bold")] if note else []), *([Text(KEYS, "dim")] if keys else [])]
-
-
 def _samples(overview: Overview) -> float | None:
     counts = [group.samples for group in overview.groups if group.samples is not None]
     return sum(counts) if counts else None
@@ -247,160 +236,31 @@ def duration(seconds: float) -> str:
     return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
-# --- Terminal and keys ------------------------------------------------------------------------------------------------
-
-AGAIN = 1.0
-"""Seconds for one attempt to reconnect to a server; keys wait meanwhile."""
-QUIT, EVICT, BAR, SAVE = "q", "e", "b", "s"
-UP, DOWN, YES = "up", "down", "y"
-_ESCAPES = {
-    "\x1b[A": UP, "\x1b[B": DOWN, "\x1bOA": UP, "\x1bOB": DOWN, "k": UP, "j": DOWN, "\x03": QUIT,
-}  # fmt: skip
-_KEY = re.compile(r"\x1b\[[0-?]*[ -/]*[@-~]|\x1bO.|.", re.DOTALL)
-"""Characters that a terminal sends for one key: F5 is an escape, "[15~", and not a 5."""
-
-
-# --- Keys ------------------------------------------------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class View:
-    """The state of the display; ``asked`` is the group of ``run`` to evict if the next key confirms it."""
-
-    chosen: int = 0
-    asked: GroupStatus | None = None
-    run: str = ""
-    bars: bool = False
-    note: str = ""
-    is_over: bool = False
-
-
-def press(view: View, key: str, overview: Overview | None, actions: _Connected) -> View:
-    run, groups = (overview.run, overview.groups) if overview is not None else ("", ())
-    if view.asked is not None:
-        is_confirmed = key == YES and run == view.run  # another run's groups have the same numbers
-        note = actions.evict(view.asked, view.bars) if is_confirmed else f"group {view.asked.name} stays"
-        return replace(view, asked=None, note=note)
-    if key == QUIT:
-        return replace(view, is_over=True)
-    if key in (UP, DOWN) and groups:
-        step = 1 if key == DOWN else -1
-        return replace(view, chosen=min(max(view.chosen + step, 0), len(groups) - 1), note="")
-    if key in (EVICT, BAR) and groups:
-        return _ask(replace(view, run=run), groups[min(view.chosen, len(groups) - 1)], bars=key == BAR)
-    if key == SAVE and groups:
-        return replace(view, note=actions.save())
-    return view
-
-
-def _ask(view: View, group: GroupOverview, bars: bool) -> View:
-    status = group.status
-    question = f"evict group {status.name} with its {counted(len(status.ranks), 'rank')}"
-    if bars:
-        question += f", and let no group from {' '.join(group.hosts) or 'its hosts'} join any more"
-    return replace(view, asked=status, bars=bars, note=f"{question}? y: yes   any other key: no")
-
-
-def keys_of(typed: str) -> list[str]:
-    r"""Return the keys for the characters that a terminal sends.
-
-    Example:
-        >>> keys_of("q"), keys_of("\x1b[A\x1b[Bje")
-        (['q'], ['up', 'down', 'down', 'e'])
-    """
-    return [_ESCAPES.get(key, key) for key in _KEY.findall(typed)]
-
-
-@contextmanager
-def keyboard() -> Iterator[Callable[[float], list[str]]]:
-    """Yield a function that waits at most some seconds for keys and returns them; none without a terminal."""
-    if not sys.stdin.isatty() or os.name != "posix":
-        yield _no_keys
-        return
-    import termios
-    import tty
-
-    descriptor = sys.stdin.fileno()
-    before = termios.tcgetattr(descriptor)
-
-    def wait(seconds: float) -> list[str]:
-        if not select.select([descriptor], [], [], max(0.0, seconds))[0]:
-            return []
-        return keys_of(os.read(descriptor, 64).decode(errors="replace") or QUIT)  # empty if the terminal is gone
-
-    try:
-        tty.setcbreak(descriptor)
-        yield wait
-    finally:
-        termios.tcsetattr(descriptor, termios.TCSADRAIN, before)
-
-
-def _no_keys(seconds: float) -> list[str]:
-    time.sleep(max(0.0, seconds))
-    return []
-
-
 # --- The live table --------------------------------------------------------------------------------------------------
 
+AGAIN = 1.0
+"""Seconds for one attempt to reconnect to a server."""
 
-class _Connected:
-    """The actions of keys over the present connection; each returns its result as a sentence.
 
-    ``observer`` is None while the server cannot be reached.
-    """
-
-    def __init__(self, observer: Observer | None) -> None:
-        self.observer = observer
-
-    def evict(self, group: GroupStatus, bars: bool) -> str:
-        problem = self._problem(lambda observer: observer.evict(group, bars))
-        return f"group {group.name} was not evicted: {problem}" if problem else f"group {group.name} is evicted"
-
-    def save(self) -> str:
-        problem = self._problem(lambda observer: observer.save())
-        return f"nothing was saved: {problem}" if problem else "the state is being saved"
-
-    def _problem(self, act: Callable[[Observer], None]) -> str:
-        if self.observer is None:
-            return "the server cannot be reached"
+def watch(console: Console, observer: Observer | None, reach: Callable[[], Observer], every: float) -> NoReturn:
+    """Show a run until Ctrl-C; ``reach`` reconnects, updates are ``every`` seconds apart."""
+    rates, overview = Rates(), None
+    with Live(console=console, screen=True, auto_refresh=False) as live:
         try:
-            act(self.observer)
-        except (Refused, ConnectionLost) as error:
-            return str(error)
-        return ""
-
-    def close(self) -> None:
-        if self.observer is not None:
-            self.observer.close()
-            self.observer = None
-
-
-def watch(console: Console, observer: Observer | None, reach: Callable[[], Observer], every: float) -> int:
-    """Show a run until the user quits; ``reach`` reconnects, updates are ``every`` seconds apart."""
-    rates, view, connected = Rates(), View(), _Connected(observer)
-    overview: Overview | None = None
-    with keyboard() as wait, Live(console=console, screen=True, auto_refresh=False) as live:
-        try:
-            while not view.is_over:
+            while True:
                 lost = ""
                 try:
-                    connected.observer = connected.observer or reach()
-                    overview = connected.observer.overview()
+                    observer = observer or reach()
+                    overview = observer.overview()
                     rates.add(time.monotonic(), overview)
                 except (Refused, ConnectionLost) as error:
                     lost = f"{error}; trying again"
-                    connected.close()
-                due = time.monotonic() + every
-                while not view.is_over:
-                    if overview is not None:
-                        note = view.note if view.asked is not None or not lost else lost
-                        shown = picture(overview, rates, view.chosen, note)
-                        live.update(shown, refresh=True)
-                    pressed = wait(due - time.monotonic())
-                    for key in pressed:
-                        view = press(view, key, overview, connected)
-                    if not pressed and time.monotonic() >= due:
-                        break
+                    if observer is not None:
+                        observer.close()
+                        observer = None
+                if overview is not None:
+                    live.update(picture(overview, rates, lost), refresh=True)
+                time.sleep(every)
         finally:
-            connected.close()
-    return 0
+            if observer is not None:
+                observer.close()

@@ -103,7 +103,3 @@ class AsyncSGD(Method, frozen=True, kw_only=True, tag="async_sgd"):
     @property
     def has_barrier(self) -> bool:
         return self.bound == 0  # no group may be ahead of another
-
-    @property
-    def holds_others_up(self) -> bool:
-        return self.bound is not None

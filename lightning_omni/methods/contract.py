@@ -461,11 +461,6 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         """Return whether every exchange after a warm start waits for those of all other groups."""
         return self.side is not None and issubclass(self.side, Barrier)
 
-    @property
-    def holds_others_up(self) -> bool:
-        """Return whether others may have to wait for a group that is slow to push."""
-        return self.has_barrier
-
     def check(self, groups: int) -> None:
         """Raise `ConfigurationError` if the method cannot work with this number of groups."""
 

@@ -245,10 +245,6 @@ class DecoupledDiLoCo(LocalSteps, frozen=True, kw_only=True, tag="decoupled_dilo
             changes["delay"] = min(self.delay, period // changes.get("fragments", 1) - 1)
         return changes
 
-    @property
-    def holds_others_up(self) -> bool:
-        return True  # for as long as the grace window
-
     def count(self, replica: Replica, gradient: Gradient) -> None:
         memory = replica.memory
         for name, count in (("made", 1), ("samples", gradient.samples or 1)):

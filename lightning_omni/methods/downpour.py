@@ -113,10 +113,6 @@ class Downpour(Method, frozen=True, kw_only=True, tag="downpour"):
     def has_barrier(self) -> bool:
         return False  # except in the warm start
 
-    @property
-    def holds_others_up(self) -> bool:
-        return self.warm_start > 0
-
     def group_side(self, replica: Replica) -> GroupSide:
         return self._gradients(replica) if self.send == "gradients" else self._updates(replica)
 

@@ -149,9 +149,5 @@ class SoftSync(Method, frozen=True, kw_only=True, tag="softsync"):
                 f" pass n{'=' if groups == 1 else '<='}{groups} or more groups"
             )
 
-    @property
-    def holds_others_up(self) -> bool:
-        return True
-
     def updates_per_batch(self, groups: int) -> int:
         return groups // max(1, groups // self.n)

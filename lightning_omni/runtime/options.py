@@ -36,9 +36,9 @@ class Server:
             only this user may enter), and MASTER_ADDR on several.
         encryption: ``"curve"``, or ``"off"`` on a network whose every user you trust. A running server must use the
             same.
-        save: seconds between two saves of the embedded server's state, from the last of which rank 0 restarts a server
-            that died: see :doc:`/explanation/resilience`. With None, several servers, a record or a merged head,
-            nothing is saved, and the run ends if a server dies.
+        save: seconds between two saves of the embedded server's state, from the last of which another server continues
+            if it dies (Linux): see :doc:`/explanation/resilience`. With None, several servers, a record or a merged
+            head, nothing is saved, and the run ends if a server dies.
         record: the embedded server's file of all that changes the weights, for `lightning_omni.simulator.replay`; each
             fit overwrites it.
         max_nonfinite_pushes: pushes in a row with NaN or infinite elements after which a group fails.

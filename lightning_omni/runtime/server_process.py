@@ -7,13 +7,12 @@ import logging
 import os
 import secrets
 import socket
-import threading
-import time
+import sys
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
 
-from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
+from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import Method
 from lightning_omni.methods.model.modules import class_path, class_paths, describe_module
 from lightning_omni.registry import to_wire
@@ -23,49 +22,12 @@ from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.runtime.registration import ask_for_all
 from lightning_omni.transport.registry import Transport
 from lightning_omni.transport.serving import ServerProcess
-from lightning_omni.transport.serving.process import GAVE_UP, RESTARTS, SOON, ServerSettings
+from lightning_omni.transport.serving.process import ServerSettings
 from lightning_omni.transport.zeromq.addresses import PrivateDirectory, beside, tcp_endpoint
 from lightning_omni.transport.zeromq.keys import ENVIRONMENT, key_of_environment, load_key, new_key
 from lightning_omni.wire.formats.base import WireFormat
 
 _log = logging.getLogger(__name__)
-
-
-class ServerKeeper:
-    """A thread that restarts the embedded server when its process has ended and the run has not."""
-
-    def __init__(self, process: ServerProcess, again: ServerSettings) -> None:
-        self._process, self._again = process, again
-        self._lock = threading.Lock()
-        self._stopping = False
-        threading.Thread(target=self._keep, name="omni-keeper", daemon=True).start()
-
-    def stop(self) -> None:
-        with self._lock:
-            self._stopping = True
-        self._process.stop()
-
-    def _keep(self) -> None:
-        fallen = 0  # ends in a row, each soon after its start
-        while True:
-            began = time.monotonic()
-            status = self._process.wait()
-            self._process.leave()
-            fallen = fallen + 1 if time.monotonic() - began < SOON else 0
-            with self._lock:
-                if self._stopping:
-                    return
-                if status == GAVE_UP or fallen == RESTARTS:
-                    _log.error("the parameter server has ended too often, and is not restarted any more")
-                    return
-                _log.warning("the parameter server's process has ended with status %d; restarting it", status)
-                self._process = ServerProcess(self._again)
-            try:
-                self._process.address()
-            except OmniError as error:
-                if not self._stopping:
-                    _log.error("the parameter server could not be restarted: %s", error)
-                return
 
 
 class RunServer:
@@ -89,7 +51,6 @@ class RunServer:
         self._shares: dict[int, ServerProcess] = {}  # further servers that this rank starts, by number
         self._states: PrivateDirectory | None = None
         self._dismissed: list[tuple[list[ServerProcess], PrivateDirectory | None]] = []
-        self._keeper: ServerKeeper | None = None
         self._taught: tuple[Method, Sequence[Part]] | None = None
         self._failure: Exception | None = None
 
@@ -199,9 +160,6 @@ class RunServer:
 
         If a rank other than 0 has failed, its further servers continue.
         """
-        if self._keeper is not None:
-            self._keeper.stop()
-            self._keeper = self.process = None
         if self.process is not None:
             self.process.stop()
             self.process = None
@@ -236,11 +194,7 @@ class RunServer:
         assert self.process is not None
         # A key that all ranks were given is not sent, because these connections are not encrypted.
         key = ENVIRONMENT if key_of_environment() else self._key.hex()
-        address = self.process.address()
-        if self._states is not None and self._taught is not None and self._keeper is None:
-            again = msgspec.structs.replace(self._settings(*self._taught), again=address)
-            self._keeper = ServerKeeper(self.process, again)
-        return self.published(address), key, run
+        return self.published(self.process.address()), key, run
 
     @staticmethod
     def _key_of(text: str) -> bytes:
@@ -285,7 +239,7 @@ class RunServer:
     def _place_for_states(self, parts: Sequence[Part]) -> PrivateDirectory | None:
         """Create the directory for the server's saved state; return None if the run ends with its server."""
         server = self._options.server
-        goes_on = type(self.transport).serve_again is not Transport.serve_again
+        goes_on = sys.platform == "linux" and type(self.transport).serve_again is not Transport.serve_again
         if server.save is None or server.record or not goes_on or self.count > 1 or any(part.head for part in parts):
             return None
         try:

@@ -121,7 +121,6 @@ TABLE = (
     Row(m.AskServer, CONTROL, Role.OBSERVER, RunObservation, RunObservation.describe),
     Row(m.Echo, CONTROL, Role.OBSERVER, RunObservation, RunObservation.echo),
     Row(m.Evict, CONTROL, Role.OBSERVER, Membership, Membership.evict),
-    Row(m.SaveNow, CONTROL, Role.OBSERVER, Membership, Membership.save),
     # data
     Row(m.OpenEpoch, CONTROL, Role.MEMBER, LeaseService, LeaseService.open),
     Row(m.DrawBatches, CONTROL, Role.MEMBER, LeaseService, LeaseService.draw),

@@ -23,17 +23,12 @@ PackedMessage = m.StoreRunState | m.PublishEvaluation | m.UploadWeights | m.Grou
 
 
 class Out(msgspec.Struct, frozen=True):
-    """A message to send, with the parts of its payload.
-
-    Attributes:
-        may_take_long: whether only its receiver waits for it, so that other messages may be sent first.
-    """
+    """A message to send, with the parts of its payload."""
 
     peer: Peer
     channel: m.Channel
     message: m.Message
     payload: tuple[Payload, ...] = ()
-    may_take_long: bool = False
 
 
 class Sender(NamedTuple):

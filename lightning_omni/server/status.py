@@ -147,8 +147,8 @@ def _mean(values: list[float]) -> float:
 # --- Observers --------------------------------------------------------------------------------------------------------
 
 # Rule 1: an observer proves that it holds the run's key, as a rank does; the server answers no other process.
-# Rule 2: an observer does not participate: no rank and no collective waits for it. It changes the run only by `Evict`,
-# `SaveNow` and `RegisterGroup`. It stays connected after the run, and observes the next one.
+# Rule 2: an observer does not participate: no rank and no collective waits for it. It changes the run only by `Evict`
+# and `RegisterGroup`. It stays connected after the run, and observes the next one.
 
 MOST_OBSERVERS = 64
 """The most observers; a further one displaces the one admitted first."""

@@ -6,7 +6,6 @@ import math
 from collections import Counter
 from typing import Any, Literal
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -214,13 +213,7 @@ class Training(Service):
                 self._epochs.train(group, message.epoch, message.trained)
             served.method_side.fetched(group)
             self._events.note("fetch", group, message.optimizer, epoch=message.epoch, spans=spans)
-        out = self._weights(sender.peer, message.optimizer, _master_weights(served, group))
-        return [msgspec.structs.replace(out, may_take_long=self._has_just_joined(group))]
-
-    def _has_just_joined(self, group: int) -> bool:
-        """Return whether a group reads the weights of a run that it has joined, and delays no other group."""
-        is_first = self._roster.joining and group >= 0 and not self.handled[group]
-        return is_first and not any(served.method_side.method.holds_others_up for _, served in self._store.pushed)
+        return [self._weights(sender.peer, message.optimizer, _master_weights(served, group))]
 
     def check_average(self, sender: Sender, message: m.AverageMessage) -> int:
         layout = self._store.optimizer(message.optimizer).layout_of_average(sender.group, message.absent)

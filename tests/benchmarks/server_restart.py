@@ -4,7 +4,7 @@
 
 Each run trains 4 ranks in 2 groups for 2 epochs with a validation in mid-epoch. Every other run has a server that rank
 0 starts, the others one that stands by itself (``lightning-omni serve --state``). The process that serves gets SIGKILL
-at a random moment, with ``--both`` also the one that has forked it, and a server that stands by itself is then started
+at a random moment; with ``--both`` also the one that has forked a server that stands by itself, which is then started
 again at once. A run counts if it ends with exit code 0, if every sample of every epoch was trained, and if nothing is
 left running. Printed are the seconds until each rank has trained two batches more, or the run has ended (one group may
 train what is left), and the updates that were lost.
@@ -109,9 +109,8 @@ def has_saved(server: int) -> bool:
 
 
 def kill_embedded(running: Running, both: bool) -> None:
-    """The server dies that rank 0 has started, with the process that watches it or alone."""
-    for pid in running.servers if both else running.servers[-1:]:
-        os.kill(pid, signal.SIGKILL)
+    """The server dies that rank 0 has started, without the process that watches it."""
+    os.kill(running.servers[-1], signal.SIGKILL)
 
 
 class SchedulerSnapshot:
@@ -153,7 +152,7 @@ class SchedulerSnapshot:
 def run_with(
     stands: bool, method: str, save_every: float
 ) -> Iterator[tuple[Running, Callable[[], bool], Callable[[bool], None]]]:
-    """Yield a run, whether its server has saved its state, and what kills it: True also the process that watches it."""
+    """Yield a run, if its server has saved its state, and what kills it (True: and what watches a standing one)."""
     with ExitStack() as stack:
         environment, strategy, server = {}, {}, None
         if stands:
@@ -200,7 +199,7 @@ def main() -> int:
     """Runs and counts."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--runs", type=int, default=20)
-    parser.add_argument("--both", action="store_true", help="the process that watches the server is killed, too")
+    parser.add_argument("--both", action="store_true", help="what watches a standing server is killed, too")
     parser.add_argument("--method", default="async_sgd")
     parser.add_argument("--save-every", type=float, default=1.0)
     parser.add_argument("--seed", type=int, default=0)

@@ -29,7 +29,7 @@ TYPES = _numbered(
     HeadRelease HeadReleased Heartbeat Hello Join Joined LeaveEpoch EpochLeft LogEntry LargeMessage RankEnded Notice
     Observe ObserverProof ObserverWelcome OpenEpoch Overview Packed PeerMessage Proof PublishEvaluation Published -
     PushMessage ReadUpload ReadEvaluation ReadPublished ReadRunState RefusedMessage ReleaseVersion Restructure
-    Restructured RunStateStored SaveNow UploadWeights WeightsUploaded ServerDescription - ServerAddresses
+    Restructured RunStateStored - UploadWeights WeightsUploaded ServerDescription - ServerAddresses
     Snapshot Status StoreRunState StoredRunState TakeSnapshot PeerMessageStored TensorSpec ValidationClaimed
     Validations Next VersionReleased Weights Welcome
     """

@@ -799,7 +799,7 @@ def travels() -> Outcome:
     return Outcome(digest(sorted(bits)), (), bits)
 
 
-OBSERVING = ("Observe", "ObserverProof", "ObserverWelcome", "AskOverview", "Overview", "Evict", "SaveNow")
+OBSERVING = ("Observe", "ObserverProof", "ObserverWelcome", "AskOverview", "Overview", "Evict")
 ASKING = ("AskServer", "ServerDescription", "Echo", "Echoed")
 ENLISTING = ("RegisterGroup", "GroupRegistered", "StoreRunState", "RunStateStored", "ReadRunState", "StoredRunState")
 TRAVELLING = (

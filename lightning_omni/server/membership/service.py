@@ -169,15 +169,6 @@ class Membership:
         out = self.lose(live, f"group {name} was evicted by hand", barred=True)
         return [*out, Out(sender.peer, m.CONTROL, m.Acknowledged())]
 
-    def save(self, sender: Sender, message: m.SaveNow, payload: Payload) -> list[Out]:
-        if self._journal.write is None:
-            raise ProtocolError(
-                "no state is saved here: start the server with --state DIR; training begins first, and if its log says"
-                " that something could not be written, the next save is tried when it is due"
-            )
-        self._journal.is_due = True
-        return [Out(sender.peer, m.CONTROL, m.Acknowledged())]
-
     def goodbye(self, sender: Sender, message: m.Goodbye, payload: Payload) -> list[Out]:
         out = [Out(sender.peer, m.CONTROL, m.Acknowledged())]
         self._replication.send_to_all(sm.HandleMessage(rank=sender.rank, message=m.encode(message)))

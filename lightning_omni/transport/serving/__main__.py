@@ -69,7 +69,7 @@ def _serve(settings: ServerSettings, lifeline: Lifeline | None) -> int:
             load_plugins(settings)
         core = core_from(settings)
         states = _restore(settings, core)
-        server = _listen(settings, core, before or settings.again)
+        server = _listen(settings, core, before)
     except Exception as error:
         if before:  # rank 0 already has the address and reads no more
             _log.error("the parameter server could not be started again: %s", error)

@@ -12,7 +12,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from http import HTTPStatus
@@ -25,7 +25,6 @@ import msgspec
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.server.core import ServerCore
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.messages import EpochPlan
 
 if TYPE_CHECKING:
     from prometheus_client.metrics_core import Metric
@@ -231,7 +230,7 @@ def metrics_text(overview: m.Overview, taken: float, accept: str = "", is_of_run
 
     class Collector:
         def collect(self) -> Iterator[Metric]:
-            yield from families(overview, taken) if is_of_run else _of_server(overview)
+            return families(overview, taken) if is_of_run else _families(_OF_SERVER, [({}, overview)])
 
     registry = CollectorRegistry(auto_describe=False)
     ProcessCollector(registry=registry)  # this process's memory, files and processor time; empty except on Linux
@@ -240,19 +239,81 @@ def metrics_text(overview: m.Overview, taken: float, accept: str = "", is_of_run
     return encode(registry), kind
 
 
+_Rows = tuple[tuple[str, str, str, Callable[[Any], float | None]], ...]
+"""Name, documentation, kind and value of metrics; None for an unknown value."""
+_OF_RUN: _Rows = (
+    (
+        "run_active",
+        "Whether ranks of a run are there, and it can go on.",
+        "gauge",
+        lambda seen: bool(seen.run and seen.live and not seen.over),
+    ),
+    ("ranks_announced", "Ranks that the run was announced with.", "gauge", lambda seen: seen.announced),
+    ("ranks_live", "Ranks that take part.", "gauge", lambda seen: len(seen.live)),
+    ("ranks_missing", "Ranks that were announced and have not come yet.", "gauge", lambda seen: len(seen.missing)),
+    ("ranks_lost", "Ranks lost.", "counter", lambda seen: len(seen.status.lost)),
+    ("groups", "Compute groups that take part.", "gauge", lambda seen: len(seen.groups)),
+    ("updates", "Updates of the master weights.", "counter", lambda seen: seen.status.clock),
+    (
+        "pushes_refused",
+        "Pushes refused because they were not finite, or declined by the method.",
+        "counter",
+        lambda seen: seen.status.refused,
+    ),
+    ("epoch", "Number of the epoch, from 0.", "gauge", lambda seen: seen.plan and seen.plan.epoch),
+    ("epoch_samples", "Samples to train in this epoch.", "gauge", lambda seen: seen.plan and seen.plan.budget),
+    ("epoch_samples_trained", "Of these, trained so far.", "gauge", lambda seen: seen.plan and seen.trained),
+)
+_OF_SERVER: _Rows = (
+    ("server_pushes", "Pushes that the server has handled.", "counter", lambda seen: seen.pushes),
+    ("server_push_seconds", "The server's own time for pushes.", "counter", lambda seen: seen.serve_time),
+    (
+        "server_strangers_refused",
+        "Refused: malformed, or without the key.",
+        "counter",
+        lambda seen: seen.status.strangers,
+    ),
+    (
+        "head_access_seconds",
+        "One exclusive access to the merged head, lately.",
+        "gauge",
+        lambda seen: seen.status.head_time or None,
+    ),
+)
+_OF_GROUPS: _Rows = (
+    ("group_ranks", "Ranks of a group.", "gauge", lambda group: len(group.status.ranks)),
+    ("group_alive_seconds", "Since the last of its ranks was admitted.", "gauge", lambda group: group.age),
+    ("group_silent_seconds", "Since its most silent rank was heard.", "gauge", lambda group: group.silence),
+    ("group_pushes_applied", "Since groups were formed.", "counter", lambda group: group.status.updates),
+    ("group_samples", "Trained since groups were formed, if leased.", "counter", lambda group: group.samples),
+    (
+        "group_staleness_mean_updates",
+        "Of its gradients, on average.",
+        "gauge",
+        lambda group: group.status.staleness_mean if group.status.updates else None,
+    ),
+)
+_TIMED: _Rows = (
+    ("group_step_seconds", "A step, lately, on average over its ranks.", "gauge", lambda group: group.status.step_time),
+    (
+        "group_forward_seconds",
+        "Of a step, to the end of the forward pass.",
+        "gauge",
+        lambda group: group.status.compute_time,
+    ),
+    ("group_exchange_seconds", "Of a step, in the exchange.", "gauge", lambda group: group.status.exchange_time),
+    (
+        "group_slowest_forward_seconds",
+        "Of its slowest rank, the same.",
+        "gauge",
+        lambda group: group.status.slowest_time,
+    ),
+    ("group_slowest_rank", "Which rank that is.", "gauge", lambda group: group.status.slowest_rank),
+)
+"""Metrics that exist once a group's ranks have timed a step."""
+
+
 def families(overview: m.Overview, taken: float) -> Iterator[Metric]:
-    yield from _of_run(overview, taken)
-    if overview.plan is not None:
-        yield from _of_epoch(overview.plan, overview.trained)
-    yield from _of_server(overview)
-    yield _staleness(overview.status.staleness)
-    yield from _of_groups(overview.groups)
-
-
-def _of_run(overview: m.Overview, taken: float) -> Iterator[Metric]:
-    status = overview.status
-    active = bool(overview.run and overview.live and not overview.over)
-    yield _gauge("run_active", "Whether ranks of a run are there, and it can go on.", active)
     if overview.run:
         labels = {
             "run": overview.run,
@@ -260,31 +321,27 @@ def _of_run(overview: m.Overview, taken: float) -> Iterator[Metric]:
             "wire_format": str((overview.wire_format or {}).get("name", "")),
         }
         yield _labelled("run", "The run, as labels.", "info", [(labels, 1.0)])
-        yield _gauge("run_start_time_seconds", "When the first rank was admitted, since 1970.", taken - overview.age)
-    yield _gauge("ranks_announced", "Ranks that the run was announced with.", overview.announced)
-    yield _gauge("ranks_live", "Ranks that take part.", len(overview.live))
-    yield _gauge("ranks_missing", "Ranks that were announced and have not come yet.", len(overview.missing))
-    yield _counter("ranks_lost", "Ranks lost.", len(status.lost))
-    yield _gauge("groups", "Compute groups that take part.", len(overview.groups))
-    yield _counter("updates", "Updates of the master weights.", status.clock)
-    yield _counter(
-        "pushes_refused", "Pushes refused because they were not finite, or declined by the method.", status.refused
-    )
+        began = taken - overview.age
+        yield _labelled(
+            "run_start_time_seconds", "When the first rank was admitted, since 1970.", "gauge", [({}, began)]
+        )
+    yield from _families((*_OF_RUN, *_OF_SERVER), [({}, overview)])
+    yield _staleness(overview.status.staleness)
+    named = [({"group": each.status.name}, each) for each in overview.groups]
+    infos = [
+        ({**name, "hosts": ",".join(each.hosts), "incarnation": str(each.status.incarnation)}, 1.0)
+        for name, each in named
+    ]
+    yield _labelled("group", "A group's addresses and incarnation, as labels.", "info", infos)
+    yield from _families(_OF_GROUPS, named)
+    yield from _families(_TIMED, [(name, each) for name, each in named if each.status.step_time])
 
 
-def _of_epoch(plan: EpochPlan, trained: int) -> Iterator[Metric]:
-    yield _gauge("epoch", "Number of the epoch, from 0.", plan.epoch)
-    yield _gauge("epoch_samples", "Samples to train in this epoch.", plan.budget)
-    yield _gauge("epoch_samples_trained", "Of these, trained so far.", trained)
-
-
-def _of_server(overview: m.Overview) -> Iterator[Metric]:
-    status = overview.status
-    yield _counter("server_pushes", "Pushes that the server has handled.", overview.pushes)
-    yield _counter("server_push_seconds", "The server's own time for pushes.", overview.serve_time)
-    yield _counter("server_strangers_refused", "Refused: malformed, or without the key.", status.strangers)
-    if status.head_time:
-        yield _gauge("head_access_seconds", "One exclusive access to the merged head, lately.", status.head_time)
+def _families(rows: _Rows, subjects: Sequence[tuple[dict[str, str], Any]]) -> Iterator[Metric]:
+    for name, documentation, kind, value_of in rows:
+        values = [(labels, value) for labels, each in subjects if (value := value_of(each)) is not None]
+        if values:
+            yield _labelled(name, documentation, kind, values)
 
 
 def _staleness(counts: tuple[int, ...]) -> Metric:
@@ -299,60 +356,11 @@ def _staleness(counts: tuple[int, ...]) -> Metric:
     )
 
 
-_OF_GROUPS: tuple[tuple[str, str, str, Callable[[m.GroupOverview], float | None]], ...] = (
-    ("group_ranks", "Ranks of a group.", "gauge", lambda group: len(group.status.ranks)),
-    ("group_alive_seconds", "Since the last of its ranks was admitted.", "gauge", lambda group: group.age),
-    ("group_silent_seconds", "Since its most silent rank was heard.", "gauge", lambda group: group.silence),
-    ("group_pushes_applied", "Since groups were formed.", "counter", lambda group: group.status.updates),
-    ("group_samples", "Trained since groups were formed, if leased.", "counter", lambda group: group.samples),
-)
-_TIMED: tuple[tuple[str, str, Callable[[m.GroupStatus], float]], ...] = (
-    ("group_step_seconds", "A step, lately, on average over its ranks.", lambda status: status.step_time),
-    ("group_forward_seconds", "Of a step, to the end of the forward pass.", lambda status: status.compute_time),
-    ("group_exchange_seconds", "Of a step, in the exchange.", lambda status: status.exchange_time),
-    ("group_slowest_forward_seconds", "Of its slowest rank, the same.", lambda status: status.slowest_time),
-    ("group_slowest_rank", "Which rank that is.", lambda status: status.slowest_rank),
-)
-"""Metrics that exist once a group's ranks have timed a step."""
-
-
-def _of_groups(groups: tuple[m.GroupOverview, ...]) -> Iterator[Metric]:
-    infos = [
-        ({"group": each.status.name, "hosts": ",".join(each.hosts), "incarnation": str(each.status.incarnation)}, 1.0)
-        for each in groups
-    ]
-    yield _labelled("group", "A group's addresses and incarnation, as labels.", "info", infos)
-    for name, documentation, kind, value_of in _OF_GROUPS:
-        yield _labelled(name, documentation, kind, _by_name(groups, value_of))
-    timed = [group for group in groups if group.status.step_time]
-    for name, documentation, time_of in _TIMED:
-        values = [({"group": group.status.name}, float(time_of(group.status))) for group in timed]
-        yield _labelled(name, documentation, "gauge", values)
-    pushed = [group for group in groups if group.status.updates]
-    means = _by_name(pushed, lambda group: group.status.staleness_mean)
-    yield _labelled("group_staleness_mean_updates", "Of its gradients, on average.", "gauge", means)
-
-
-def _by_name(
-    groups: Iterable[m.GroupOverview], value_of: Callable[[m.GroupOverview], float | None]
-) -> list[tuple[dict[str, str], float]]:
-    values = ((group.status.name, value_of(group)) for group in groups)
-    return [({"group": name}, float(value)) for name, value in values if value is not None]
-
-
-def _gauge(name: str, documentation: str, value: float) -> Metric:
-    return _labelled(name, documentation, "gauge", [({}, float(value))])
-
-
-def _counter(name: str, documentation: str, value: float) -> Metric:
-    return _labelled(name, documentation, "counter", [({}, float(value))])
-
-
 def _labelled(name: str, documentation: str, kind: str, values: Iterable[tuple[dict[str, str], float]]) -> Metric:
     from prometheus_client.metrics_core import Metric
 
     family = Metric(PREFIX + name, documentation, kind)
     suffix = {"counter": "_total", "info": "_info"}.get(kind, "")
     for labels, value in values:
-        family.add_sample(PREFIX + name + suffix, labels, value)
+        family.add_sample(PREFIX + name + suffix, labels, float(value))
     return family

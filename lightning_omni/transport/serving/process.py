@@ -57,7 +57,6 @@ class ServerSettings(msgspec.Struct, frozen=True):
         state: directory for the server's state; empty to save none.
         save_every: seconds between two saves.
         progress_timeout: as in `ServerCore`; None for infinite.
-        again: address of an earlier server whose run this one continues.
     """
 
     key: str
@@ -78,7 +77,6 @@ class ServerSettings(msgspec.Struct, frozen=True):
     coordinator: str = ""
     state: str = ""
     save_every: float = 30.0
-    again: str = ""
     progress_timeout: float | None = None
     joined_heartbeat_timeout: float | None = None
 
@@ -139,9 +137,6 @@ class ServerProcess:
             except ConnectionLost:
                 pass
         return self._how_ended
-
-    def wait(self) -> int:
-        return self._process.wait()
 
     def leave(self) -> None:
         for pipe in (self._process.stdin, self._process.stdout):

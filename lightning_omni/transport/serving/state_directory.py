@@ -47,7 +47,7 @@ EVERY = 30.0
 RECONNECT_TIMEOUT = 300.0
 """Seconds for which ranks look for a standalone server that is gone."""
 EMBEDDED_RECONNECT_TIMEOUT = 60.0
-"""Seconds for which ranks look for an embedded server that is gone; its supervisor or rank 0 starts it again."""
+"""Seconds for which ranks look for an embedded server that is gone; its supervisor forks another."""
 LARGEST_FRACTION = 0.02
 """The largest fraction of its time that the server spends on saves; it saves a larger state less often."""
 _LOCK = "lock"

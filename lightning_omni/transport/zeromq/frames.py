@@ -5,17 +5,13 @@ frame, and its payload follows in ZeroMQ messages of two frames: an empty frame,
 If the payload is in memory that both processes share, a second frame of the message holds its range, and nothing
 follows. A larger message is announced by a `LargeMessage` and sent in such pieces, too.
 
-Large answers for which only the receiver waits, such as the weights for a joining group, are sent piece by piece, over
-many times the measured duration of a copy, and do not occupy the server and the link.
-
 Rule: an answer is consistent. It is copied before the next message, and the weights may change while it is sent.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
-from collections.abc import Callable, Container, Iterator, Sequence
-from dataclasses import dataclass
+from collections import deque
+from collections.abc import Iterator
 from typing import Any
 
 import numpy
@@ -31,11 +27,6 @@ CHUNK = 1 << 19
 """The most bytes of payload in one frame."""
 LITTLE = 8 * CHUNK
 """Bytes of payload up to which ZeroMQ itself copies: at 4 MB both ways take the same time, at 1 MB this 5 % less."""
-MOST_UNTAKEN = 16 << 20
-"""Bytes of answers that an observer has not read, with `_ENVELOPE` for each frame, above which it is sent no more.
-
-`doctor` requests half as many.
-"""
 _ENVELOPE = 4 << 10
 """An upper bound of the bytes that encryption adds to a frame."""
 LARGEST_CONTROL_FRAME = 64 << 10
@@ -134,36 +125,6 @@ class Copies:
                 self._sent.append((block, tracker))
 
 
-class Untaken:
-    """A limit on answers that no rank waits for: a peer that does not read them is sent no more.
-
-    ZeroMQ would queue them without limit.
-    """
-
-    def __init__(self) -> None:
-        self._sent: dict[bytes, deque[tuple[int, zmq.MessageTracker]]] = {}
-        self._sizes: Counter[bytes] = Counter()
-
-    def add(self, peer: bytes, parts: Sequence[bytes]) -> list[zmq.Frame]:
-        """Return the frames of an answer to send now; none if the peer has left too much unread."""
-        sent = self._sent.setdefault(peer, deque())
-        while sent and sent[0][1].done:
-            self._sizes[peer] -= sent.popleft()[0]
-        if self._sizes[peer] > MOST_UNTAKEN:
-            return []
-        # ZeroMQ copies small frames by default, and does not report when a copied frame has been sent.
-        frames = [zmq.Frame(part, track=True, copy=False, copy_threshold=0) for part in parts]
-        for part, frame in zip(parts, frames, strict=True):
-            size = len(part) + _ENVELOPE  # a small frame costs more than its bytes
-            self._sizes[peer] += size
-            sent.append((size, frame.tracker))
-        return frames
-
-    def tidy(self) -> None:
-        for peer in [peer for peer, sent in self._sent.items() if all(tracker.done for _, tracker in sent)]:
-            del self._sent[peer], self._sizes[peer]
-
-
 def message_frames(message: Message, places: MemoryRanges = NO_RANGES) -> Iterator[list[Any]]:
     data = encode(message)
     behind = [encode_record(places)] if places != NO_RANGES else []
@@ -182,59 +143,3 @@ def configure(socket: zmq.Socket[bytes], largest_frame: int) -> None:
     socket.setsockopt(zmq.TCP_KEEPALIVE, 1)
     socket.setsockopt(zmq.TCP_KEEPALIVE_IDLE, KEPT_ALIVE)
     socket.setsockopt(zmq.TCP_KEEPALIVE_INTVL, KEPT_ALIVE)
-
-
-LONGER = 40.0
-"""Duration of sending as a multiple of that of a copy.
-
-Sending costs about three copies: into the socket, into the system, and the encryption. So it takes at most a tenth of
-one core meanwhile.
-"""
-LONGEST = 20.0
-"""The longest duration of sending in seconds: a joining group is to train, too."""
-
-
-@dataclass
-class _Stream:
-    """An answer that is being sent, with ``interval`` seconds between two pieces, the next of which is ``due``."""
-
-    socket: zmq.Socket[bytes]
-    peer: bytes
-    pieces: Iterator[memoryview]
-    interval: float
-    due: float
-
-
-class PacedAnswers:
-    """The large answers that are being sent; ``clock`` is that of the loop that waits until a piece is `due`."""
-
-    def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock = clock
-        self._streams: deque[_Stream] = deque()
-
-    @property
-    def due(self) -> float:
-        return min((each.due for each in self._streams), default=float("inf"))
-
-    def begin(self, socket: zmq.Socket[bytes], peer: bytes, payload: Tensor) -> None:
-        """Start to send a payload (uint8, one-dimensional) over a ROUTER, after its message.
-
-        The payload may change afterwards. Send the peer nothing else on this socket meanwhile.
-        """
-        began = self._clock()
-        copy = payload.clone()
-        now = self._clock()
-        count = max(1, -(-copy.numel() // CHUNK))
-        interval = min(LONGER * (now - began), LONGEST) / count
-        self._streams.append(_Stream(socket, peer, chunks(copy), interval, now))
-
-    def send(self, attached: Container[bytes]) -> None:
-        """Send the pieces that are due, to ``attached`` connections only."""
-        now = self._clock()
-        for stream in [each for each in self._streams if each.due <= now]:
-            piece = next(stream.pieces, None)
-            if piece is None or stream.peer not in attached:
-                self._streams.remove(stream)
-                continue
-            stream.socket.send_multipart([stream.peer, CHUNK_MARK, piece], copy=True)
-            stream.due = now + stream.interval

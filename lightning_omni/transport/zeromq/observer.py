@@ -74,10 +74,6 @@ class Observer:
         """
         self._ask(m.Evict(group=group.group, incarnation=group.incarnation, bars=bars), m.Acknowledged)
 
-    def save(self) -> None:
-        """Request that the server save its state now; raise `Refused` if it saves none."""
-        self._ask(m.SaveNow(), m.Acknowledged)
-
     def enlist(self, ranks: int) -> m.GroupRegistered:
         """Request rank numbers for a group of ``ranks`` that is about to join; see `GroupRegistered`.
 

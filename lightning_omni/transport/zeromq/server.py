@@ -40,12 +40,9 @@ from lightning_omni.transport.zeromq.frames import (
     LARGEST_ANSWER_FRAME,
     LARGEST_CONTROL_FRAME,
     LARGEST_DATA_FRAME,
-    LITTLE,
     PROBE,
     Assembly,
     Copies,
-    PacedAnswers,
-    Untaken,
     message_frames,
 )
 from lightning_omni.transport.zeromq.guard import ConnectionGuard, RefusalLog, received_by
@@ -244,8 +241,7 @@ class ZeroMQServer:
             self._segment_socket = SegmentSocket(memory_path(self.address), self.shared)
         self._answer_ranges: dict[tuple[bytes, int], MemoryRange] = {}
         self._assemblies: dict[bytes, Assembly] = {}
-        self._copies, self._untaken = Copies(), Untaken()
-        self._paced = PacedAnswers(self._clock)
+        self._copies = Copies()
         self._buffers: dict[bytes, dict[int, Tensor]] = {}
         self._refusals: dict[bytes, int] = {}
         self._received: dict[bytes, tuple[int, int]] = {}  # descriptor and received bytes of each rank's connection
@@ -267,7 +263,7 @@ class ZeroMQServer:
             self._coordinator.watch(poller)
         due = self._clock()
         while not until() and (self._coordinator is None or self._coordinator.is_connected):
-            awaited = min(due, self.core.due, self._paced.due) - self._clock()
+            awaited = min(due, self.core.due) - self._clock()
             ready = dict(poller.poll(int(max(0.0, awaited) * 1000) + 1))
             try:
                 for channel, socket in self._sockets.items():
@@ -279,7 +275,6 @@ class ZeroMQServer:
                     self._receive_from(self._coordinator)
                 if self.core.due <= self._clock():
                     self._send(self.core.tick(self._clock()))
-                self._paced.send(self.core.admission.attached)
                 if self._clock() >= due:
                     due = self._clock() + TICK
                     self._probe_connections()
@@ -444,10 +439,7 @@ class ZeroMQServer:
             for peer in kept.keys() - attached:
                 del kept[peer]
         self.shared.keep(attached)
-        self._untaken.tidy()
         self._answer_ranges = {key: memory for key, memory in self._answer_ranges.items() if key[0] in attached}
-        if self._segment_socket is not None:
-            self._segment_socket.tidy()
 
     def _send(self, out: list[Out]) -> None:
         for item in out:
@@ -458,11 +450,7 @@ class ZeroMQServer:
                 continue
             if item.channel == m.CONTROL:
                 parts = [part if isinstance(part, bytes) else part.numpy().tobytes() for part in item.payload]
-                multipart: list[Any] = [m.encode(item.message), *parts]
-                if self.core.observers.has(item.peer):
-                    multipart = self._untaken.add(item.peer, multipart)
-                if multipart:
-                    self._reach([item.peer, *multipart])
+                self._reach([item.peer, m.encode(item.message), *parts])
                 continue
             socket = self._sockets[m.DATA]
             memory = self._put(item)
@@ -470,9 +458,6 @@ class ZeroMQServer:
                 socket.send_multipart([item.peer, *frames])
             for part in item.payload if memory is None else ():
                 assert isinstance(part, Tensor)
-                if item.may_take_long and part.numel() > LITTLE:
-                    self._paced.begin(socket, item.peer, part)
-                    continue
                 self._copies.send(socket, item.peer, part)  # the weights change while the sockets still send
 
     def _put(self, item: Out) -> MemoryRange | None:

@@ -1,7 +1,7 @@
 """Payloads that are not sent: a leader shares memory with a server on its machine, and messages hold ranges in it.
 
 A segment is a memfd: it has a descriptor but no name, and it disappears with the last process that holds it, however
-that ends. Its descriptor is sent over a socket in the run's private directory, with a proof that the sender owns an
+that ends. Its descriptor is sent to a socket in the run's private directory, with a proof that the sender owns an
 admitted data connection. Messages on that connection then have a second frame, `MemoryRanges`, instead of a payload,
 and so do their answers. Linux only.
 
@@ -15,19 +15,15 @@ Rule 4: another process may change its segment at any time. So contents are copi
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 import logging
 import mmap
 import os
-import select
 import socket
-import struct
 import sys
-import time
 import weakref
 from collections.abc import Callable
-from contextlib import ExitStack, closing, suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -47,8 +43,6 @@ SLACK = 1 << 20
 """Bytes that it may share beyond that."""
 MOST_SEGMENTS = 256
 """The most segments of one connection."""
-MOST_WAITING, WAITING_TIME = 64, 5.0
-"""The most processes that are about to pass memory, and the seconds that each has for it."""
 _LARGEST = 16 << 10
 """The most bytes of a message about memory."""
 
@@ -139,11 +133,15 @@ class Sharing:
             self._rank, self._count, segment.nbytes, tuple(self._numbers.pop(here) for here in released[:MOST_SEGMENTS])
         )
         share = msgspec.structs.replace(share, mac=share.proof(self._secret, "rank"))
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as wire:
-            wire.settimeout(self._timeout)
+        # If the server dies, the kernel closes the end that was sent to it.
+        ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with ours, theirs, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as wire:
+            for each in (ours, wire):
+                each.settimeout(self._timeout)
             wire.connect(self._path)
-            socket.send_fds(wire, [encode_record(share)], [segment.descriptor])
-            answer = decode_record(wire.recv(_LARGEST), Shared)
+            socket.send_fds(wire, [encode_record(share)], [segment.descriptor, theirs.fileno()])
+            theirs.close()
+            answer = decode_record(ours.recv(_LARGEST), Shared)
         if answer.refused:
             raise Refused("memory", answer.refused)
         if not is_equal(answer.mac, share.proof(self._secret, "server")):
@@ -205,96 +203,43 @@ class SharedMemory:
 
 
 class SegmentSocket:
-    """A socket in a private directory that receives descriptors. Call `serve` when it is readable."""
+    """A datagram socket in a private directory that receives descriptors. Call `serve` when it is readable."""
 
     def __init__(self, path: str, memory: SharedMemory) -> None:
         self._memory = memory
-        self._waiting: dict[int, tuple[socket.socket, float]] = {}
         with ExitStack() as stack:
-            self._ready = stack.enter_context(closing(_epoll()))
-            self._listening = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET))
-            self._listening.setblocking(False)
-            self._listening.bind(path)
-            self._listening.listen(MOST_WAITING)
-            self._ready.register(self._listening.fileno(), select.POLLIN)
+            self._wire = stack.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM))
+            self._wire.setblocking(False)
+            self._wire.bind(path)
             stack.pop_all()
 
     def fileno(self) -> int:
-        return int(self._ready.fileno())
+        return self._wire.fileno()
 
     def serve(self) -> None:
-        for descriptor, _ in self._ready.poll(0):
-            if descriptor == self._listening.fileno():
-                self._accept()
-            elif descriptor in self._waiting:
-                self._read(descriptor)
-
-    def tidy(self) -> None:
-        now = time.monotonic()
-        for descriptor, (_, since) in list(self._waiting.items()):
-            if now - since > WAITING_TIME or len(self._waiting) > MOST_WAITING:
-                self._end(descriptor)
-
-    def close(self) -> None:
-        for descriptor in list(self._waiting):
-            self._end(descriptor)
-        self._ready.close()
-        self._listening.close()
-
-    def _accept(self) -> None:
-        try:
-            wire, _ = self._listening.accept()
-        except OSError:  # it is gone already, or too many files are open
-            return
-        wire.setblocking(False)
-        self._waiting[wire.fileno()] = wire, time.monotonic()
-        self._ready.register(wire.fileno(), select.POLLIN)
-        if _user_of(wire) != os.geteuid():
-            self._end(wire.fileno())
-        self.tidy()
-
-    def _read(self, number: int) -> None:
-        wire, _ = self._waiting[number]
-        descriptors: list[int] = []
+        """Map the next segment, if one has come, and answer over the socket that came with it."""
         try:
             data, descriptors, flags, _ = socket.recv_fds(
-                wire, _LARGEST, 1, flags=getattr(socket, "MSG_CMSG_CLOEXEC", 0)
+                self._wire, _LARGEST, 2, getattr(socket, "MSG_CMSG_CLOEXEC", 0)
             )
-            try:
-                if len(descriptors) != 1 or flags & socket.MSG_CTRUNC:
-                    raise MalformedMessage("one descriptor was expected, and none or several came")
-                answer = self._memory.take(decode_record(data, Share), descriptors[0])
-            except (MalformedMessage, Refused) as error:
-                answer = Shared(refused=str(error))
-            wire.send(encode_record(answer))
         except BlockingIOError:
             return
-        except OSError:  # the other end is gone
-            pass
-        finally:
-            for descriptor in descriptors:
-                os.close(descriptor)
-        self._end(number)
+        if len(descriptors) == 2 and not flags & socket.MSG_CTRUNC:
+            memory, reply = descriptors
+            with suppress(OSError):  # the other end is gone
+                os.set_blocking(reply, False)
+                os.write(reply, encode_record(self._answer(data, memory)))
+        for descriptor in descriptors:
+            os.close(descriptor)
 
-    def _end(self, number: int) -> None:
-        wire, _ = self._waiting.pop(number)
-        with suppress(OSError):
-            self._ready.unregister(number)
-        wire.close()
+    def _answer(self, data: bytes, descriptor: int) -> Shared:
+        try:
+            return self._memory.take(decode_record(data, Share), descriptor)
+        except (MalformedMessage, Refused) as error:
+            return Shared(refused=str(error))
 
-
-def _epoll() -> Any:
-    if sys.platform != "linux":
-        raise OSError("only Linux shares memory so")
-    return select.epoll()
-
-
-def _user_of(wire: socket.socket) -> int:
-    if sys.platform != "linux":
-        return -1
-    credentials = struct.Struct("3i")
-    _, user, _ = credentials.unpack(wire.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, credentials.size))
-    return int(user)
+    def close(self) -> None:
+        self._wire.close()
 
 
 if sys.platform == "linux":
@@ -372,5 +317,5 @@ def open_segment(descriptor: int, nbytes: int) -> Tensor:
 
 def _forget(segment: Segment) -> None:
     _made.pop(segment.number, None)
-    with contextlib.suppress(OSError):
+    with suppress(OSError):
         os.close(segment.descriptor)

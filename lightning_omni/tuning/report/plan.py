@@ -1,30 +1,21 @@
-"""`Plan`: a report about other machines, which ``lightning-omni plan`` prints, and writes as a page."""
+"""`Plan`: a report about other machines, which ``lightning-omni plan`` prints."""
 
 from __future__ import annotations
 
 import math
-from base64 import b64encode
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
-from pathlib import Path
 from typing import Any
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.palette import CHOSEN, EXPECTED, can_draw, new_figure, plot_interval, png_of
-from lightning_omni.tuning.model.convergence import Estimate
 from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction, Profile
-from lightning_omni.tuning.report.summary import ReportOrigin, duration
-from lightning_omni.tuning.report.tuning import TextTable, templates
+from lightning_omni.tuning.report.summary import duration
 from lightning_omni.tuning.search import Search, SearchSpec, Space
 from lightning_omni.tuning.search.choice import best_by_forecast, cheapest, risk_adjusted
-from lightning_omni.tuning.search.constants import QUANTILE
 from lightning_omni.tuning.search.evidence import PlannedEvidence, is_faster
 from lightning_omni.tuning.search.space import group_counts
-
-_STEM = "plan"
-"""Name of the page and of the picture, without suffix."""
 
 # --- Predictions ------------------------------------------------------------------------------------------------------
 
@@ -103,10 +94,6 @@ class Plan:
     def seconds(self, row: PlanRow, samples: float) -> float:
         """Return the seconds of a training that takes one group ``samples`` samples."""
         return samples * math.exp(row.log_seconds - self.rows[0].efficiency[0])
-
-    def deviation(self, row: PlanRow) -> float:
-        """Return the standard deviation of the log samples, relative to the best row's."""
-        return 0.0 if row is self.best else math.hypot(row.efficiency[1], self.best.efficiency[1])
 
     def changed(self, **changes: Any) -> Plan:
         return replace(self, changes={**self.changes, **changes})
@@ -204,90 +191,3 @@ def _halved(prediction: Prediction) -> float:
     step = parts["compute"] + parts["allreduce"] + parts["exchange"]
     rest = [parts[other] for other in ("serve", "link") if other != name]
     return seconds / max(step, parts[name] / 2, *rest)
-
-
-# --- A picture --------------------------------------------------------------------------------------------------------
-
-
-def figure_of(plan: Plan) -> Any:
-    figure = new_figure(12, 4.8, dpi=120)
-    hardware, time = figure.subplots(1, 2)
-    _draw_speed(hardware, plan)
-    _draw_time(time, plan)
-    groups, best = [row.setting.groups for row in plan.rows], plan.best
-    for axes, height in ((hardware, best.prediction.samples_per_second.value), (time, 1.0)):
-        axes.scatter(best.setting.groups, height, marker="*", s=300, color=CHOSEN, edgecolor="white", zorder=5)
-        axes.set_xscale("log", base=2)
-        axes.set_xticks(groups, map(str, groups))
-        axes.set_xlim(groups[0] / 1.4, groups[-1] * 1.4)
-        axes.set_xlabel("groups")
-        axes.grid(color="0.9")
-        axes.spines[["top", "right"]].set_visible(False)
-    return figure
-
-
-def files(folder: Path) -> list[Path]:
-    return [folder / f"{_STEM}.{kind}" for kind in (("html", "png") if can_draw() else ("html",))]
-
-
-def save(plan: Plan, samples: float | None, folder: Path) -> list[Path]:
-    names, png = files(folder), b""
-    if len(names) > 1:
-        png = png_of(figure_of(plan))
-        names[1].write_bytes(png)
-    names[0].write_text(html(plan, samples, png), encoding="utf-8")
-    return names
-
-
-def html(plan: Plan, samples: float | None, png: bytes = b"") -> str:
-    cells = rows(plan, samples)
-    texts = [[cell.removeprefix("★ ") for cell in row.values()] for row in cells]
-    table = TextTable([*cells[0]], texts, plan.rows.index(plan.best))
-    return (
-        templates()
-        .get_template("plan.html")
-        .render(
-            title=title(plan),
-            sentences=sentences(plan, samples),
-            picture=b64encode(png).decode(),
-            table=table,
-            written=ReportOrigin.now().sentence,
-        )
-    )
-
-
-def _draw_speed(axes: Any, plan: Plan) -> None:
-    groups = [row.setting.groups for row in plan.rows]
-    rates = [row.prediction.samples_per_second for row in plan.rows]
-    plot_interval(axes, groups, rates, EXPECTED, "expected, with 80 % interval")
-    for place, (row, each) in enumerate(zip(plan.rows, rates, strict=True)):
-        falls = place > 0 and rates[place - 1].value > each.value  # the line descends to the point
-        axes.annotate(
-            BOTTLENECKS[row.prediction.bottleneck].replace(" ", "\n", 1),
-            (row.setting.groups, each.low if falls else each.high),
-            (0, -10 if falls else 10),
-            textcoords="offset points",
-            ha="center",
-            va="top" if falls else "bottom",
-            fontsize=8,
-        )
-    title = f"{plan.profile.ranks} ranks, and the bottleneck"
-    axes.set(ylabel="samples / s", title=title, ylim=(0, 1.18 * max(each.high for each in rates)))
-    axes.legend(loc="lower left", frameon=False, fontsize="small")
-
-
-def _draw_time(axes: Any, plan: Plan) -> None:
-    rows = plan.rows
-    groups = [row.setting.groups for row in rows]
-    times = [plan.relative(row) for row in rows]
-    widths = [math.exp(QUANTILE * plan.deviation(row)) for row in rows]
-    drawn = [Estimate(time, time / width, time * width) for time, width in zip(times, widths, strict=True)]
-    plot_interval(axes, groups, drawn, EXPECTED)
-    axes.set(ylabel="time to the target  (1: the best)", title=f"★ {plan.best.setting}")
-    axes.set_ylim(0, 1.1 * max(each.high for each in drawn))
-    if max(times) > 6:  # a linear axis would not separate the best ones
-        ticks = [tick for tick in (0.5, 1, 2, 5, 10, 20, 50, 100, 1000) if tick < 2 * max(times)]
-        axes.set_yscale("log")
-        axes.set_yticks(ticks, [f"{tick:g}" for tick in ticks])
-        axes.minorticks_off()
-        axes.set_ylim(0.8 * min(each.low for each in drawn), 1.5 * max(each.high for each in drawn))

@@ -184,7 +184,3 @@ class Overview(Message, frozen=True, kw_only=True):
     over: str
     saved: float = -1.0
     metrics: dict[str, float] = {}
-
-
-class SaveNow(Message, frozen=True, kw_only=True):
-    """A request to save the server's state now."""

@@ -32,7 +32,7 @@ COMMAND = [sys.executable, "-m", "lightning_omni"]
 START = 150.0
 
 
-@pytest.mark.parametrize("command", ["serve", "top", "doctor", "simulate", "compare", "plan"])
+@pytest.mark.parametrize("command", ["serve", "top", "evict", "doctor", "simulate", "compare", "plan"])
 def test_the_help_of_a_command_is_its_whole_docstring_without_python_types(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

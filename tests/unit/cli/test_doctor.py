@@ -15,7 +15,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-import zmq
 from processes import Process
 from rich.text import Text
 from runs import free_port
@@ -25,8 +24,6 @@ from test_server_core import Link, expect_refusal
 from lightning_omni.cli import main, top
 from lightning_omni.cli.console import command_output
 from lightning_omni.server.core import ServerCore
-from lightning_omni.transport.zeromq.frames import MOST_UNTAKEN, PROBE, Untaken
-from lightning_omni.transport.zeromq.observer import Observer
 from lightning_omni.transport.zeromq.server import ZeroMQServer, about, versions
 from lightning_omni.wire import messages as m
 
@@ -243,44 +240,6 @@ def test_only_who_holds_the_key_is_told_what_the_server_is_and_no_echo_is_too_la
 def test_a_size_that_is_none_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "tcp://127.0.0.1:5555", "--mb", "0"]) == 2
     assert "--mb 0" in capsys.readouterr().err
-
-
-def test_a_process_that_watches_and_reads_no_answer_has_a_bounded_number_of_them_kept() -> None:
-    asked = 300
-    with serving() as server:
-        observer = Observer(server.address, bytes.fromhex(KEY))
-        wire = observer._dialed.wire
-        wire.setsockopt(zmq.RCVHWM, 16)
-        for _ in range(asked):
-            wire.send(m.encode(m.Echo(nbytes=m.LARGEST_ECHO)))
-        other = Observer(server.address, bytes.fromhex(KEY))
-        assert len(other.echo(back=m.LARGEST_ECHO).times) == 1, "the other one has to wait for it"
-        assert sum(map(len, server._untaken._sent.values())) < 2 * MOST_UNTAKEN / m.LARGEST_ECHO + 4
-        came = 0
-        while wire.poll(2000):  # the last ones were not sent; what was is whole
-            *_, last = wire.recv_multipart()
-            came += last != PROBE
-            assert len(last) in (len(PROBE), m.LARGEST_ECHO)
-            if came >= MOST_UNTAKEN / m.LARGEST_ECHO and last == PROBE:
-                break
-        assert MOST_UNTAKEN / m.LARGEST_ECHO <= came < asked / 2
-        assert len(observer.echo(back=m.LARGEST_ECHO).times) == 1, "it gets no more answers"
-        for each in (observer, other):
-            each.close()
-
-
-def test_answers_of_a_few_bytes_that_are_not_taken_are_bounded_too() -> None:
-    untaken, asked = Untaken(), 10_000
-    kept = [frames for _ in range(asked) if (frames := untaken.add(b"observer", [b"few"]))]
-    assert len(kept) < asked / 2, "each costs more than its bytes"
-    assert untaken.add(b"another", [b"few"])
-    untaken.tidy()
-    assert not untaken.add(b"observer", [b"few"])
-    trackers = [frame.tracker for frames in kept for frame in frames]
-    kept.clear()  # as ZeroMQ does with what is out
-    for tracker in trackers:
-        tracker.wait(timeout=30)
-    assert untaken.add(b"observer", [b"few"])
 
 
 def test_an_encryption_that_there_is_not_is_no_fault_of_the_server(capsys: pytest.CaptureFixture[str]) -> None:

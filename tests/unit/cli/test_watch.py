@@ -9,6 +9,7 @@ import os
 import pty
 import re
 import select
+import signal
 import socket
 import subprocess
 import sys
@@ -28,7 +29,7 @@ from rich.console import Console
 from runs import free_port, search_path
 
 from lightning_omni.cli import main
-from lightning_omni.cli.top import BAR, DOWN, EVICT, QUIT, SAVE, UP, GroupsTable, Rates, View, keys_of, picture, press
+from lightning_omni.cli.top import GroupsTable, Rates, picture
 from lightning_omni.errors import ConfigurationError, OmniError, Refused
 from lightning_omni.transport.serving import http as status_http
 from lightning_omni.transport.serving.http import StatusServer
@@ -320,59 +321,7 @@ def test_a_server_without_a_run_and_groups_that_have_not_stepped_are_shown() -> 
     assert "0.0 ms" not in rendered(picture(overview(early, plan=None), Rates()))
 
 
-class Asked:
-    """Notes down what keys would do to a run."""
-
-    def __init__(self) -> None:
-        self.evicted, self.saves = list[str](), 0
-
-    def evict(self, group: m.GroupStatus, bars: bool) -> str:
-        self.evicted.append(group.name + " and its hosts" * bars)
-        return f"group {group.name} is evicted"
-
-    def save(self) -> str:
-        self.saves += 1
-        return "the state is being saved"
-
-
-def test_keys_choose_a_group_and_ask_before_one_is_evicted() -> None:
-    seen, view = overview(), View()
-    asked_for: Any = Asked()
-    for key, chosen in ((UP, 0), (DOWN, 1), (DOWN, 1), ("x", 1)):
-        view = press(view, key, seen, asked_for)
-        assert view.chosen == chosen
-    asked = press(view, EVICT, seen, asked_for)
-    assert "evict group g1 with its 2 ranks?" in asked.note
-    assert not asked_for.evicted
-    for key in ("n", QUIT, EVICT, DOWN):
-        assert press(asked, key, seen, asked_for).note == "group g1 stays"
-    assert not asked_for.evicted
-    # The group that was asked about, even if another stands in its place by now.
-    assert press(asked, "y", overview(group(0)), asked_for).note == "group g1 is evicted"
-    assert asked_for.evicted == ["g1"]
-    other = msgspec.structs.replace(seen, run="another")
-    assert press(asked, "y", other, asked_for).note == "group g1 stays"
-    assert asked_for.evicted == ["g1"]
-    assert press(view, QUIT, seen, asked_for).is_over
-    barring = press(view, BAR, seen, asked_for)
-    assert "and let no group from 10.0.0.7 join any more?" in barring.note
-    assert press(barring, "y", seen, asked_for).note == "group g1 is evicted"
-    assert asked_for.evicted == ["g1", "g1 and its hosts"]
-    for key in (EVICT, BAR, SAVE):
-        assert press(View(), key, NO_RUN, asked_for) == View()
-    assert not asked_for.saves
-
-
-def test_a_key_for_which_a_terminal_sends_several_characters_is_one_key() -> None:
-    assert keys_of("\x1b[15~5\x1b[1;5s\x1bOPq") == ["\x1b[15~", "5", "\x1b[1;5s", "\x1bOP", QUIT]
-    assert keys_of("\x1b[A\x1bOA\x1b[B\x1bOB") == [UP, UP, DOWN, DOWN]
-    assert keys_of("\x1b") == ["\x1b"]
-
-
-def test_a_key_saves_and_the_table_says_when_the_state_was_saved() -> None:
-    asked_for: Any = Asked()
-    assert press(View(), SAVE, overview(), asked_for).note == "the state is being saved"
-    assert asked_for.saves == 1
+def test_the_table_says_when_the_state_was_saved() -> None:
     assert "state saved" not in rendered(picture(overview(), Rates()))
     saved = msgspec.structs.replace(overview(), saved=61.0)
     assert "state saved 1m01s ago" in rendered(picture(saved, Rates()))
@@ -447,9 +396,10 @@ def test_a_run_is_watched_and_a_group_of_it_evicted(
 
         with pytest.raises(Refused, match="the run would end with it"):
             observer.evict(second.groups[0].status)
-        with pytest.raises(Refused, match="no state is saved here"):
-            observer.save()
-        observer.evict(second.groups[1].status)
+        assert main(["evict", address, "7"]) == 2
+        assert "there is no group 7; pass one of: 0, 1" in capsys.readouterr().err
+        assert main([*documented("evict tcp://10.0.0.9:5555 1", address=address)]) == 0
+        assert capsys.readouterr().out == "group 1 is evicted\n"
         after = wait_for(lambda: (seen := observer.overview()) and seen.status.lost == (1,) and seen)
         assert [g.status.name for g in after.groups] == ["0"]
         assert after.log[-1].text == "rank 1 lost: group 1 was evicted by hand"
@@ -575,13 +525,13 @@ def documented(command: str, **instead: str) -> list[str]:
     assert f"\nlightning-omni {command}\n" in (DOCS / "how-to" / "watching.md").read_text()
     words = command.split()
     for name, value in instead.items():
-        place = words.index(f"--{name}") + 1 if f"--{name}" in words else len(words) - 1
+        place = words.index(f"--{name}") + 1 if f"--{name}" in words else 1
         words[place] = value
     return words
 
 
 def check_terminal(address: str) -> None:
-    """The table in a terminal, until a key ends it."""
+    """The table in a terminal, until Ctrl-C."""
     environment = {
         **os.environ,
         **ENVIRONMENT,
@@ -596,16 +546,15 @@ def check_terminal(address: str) -> None:
     os.close(theirs)
     shown, deadline = b"", time.monotonic() + START
     try:
-        while b"quit" not in shown:
+        while b"samples/s" not in shown:
             assert select.select([ours], [], [], max(0.0, deadline - time.monotonic()))[0], shown
             shown += os.read(ours, 4096)
-        os.write(ours, b"q")
+        live.send_signal(signal.SIGINT)
         while live.poll() is None and time.monotonic() < deadline:
             with contextlib.suppress(OSError):  # the other end may have been closed already
                 if select.select([ours], [], [], 0.1)[0]:
                     os.read(ours, 4096)
-        assert live.returncode == 0, shown
-        assert b"samples/s" in shown
+        assert live.returncode == 130, shown
     finally:
         live.kill()
         live.wait()

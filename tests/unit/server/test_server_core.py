@@ -1168,7 +1168,6 @@ SAMPLES: dict[type[m.Message], m.Message] = {
         m.AskServer(),
         m.Echo(nbytes=3),
         m.Evict(group=1, incarnation=1),
-        m.SaveNow(),
         m.Heartbeat(sent=1.5, compute_time=0.25),
         m.FormGroups(generation=1, groups=((0, 1), (2,)), method={"name": "async_sgd"}),
         m.OpenEpoch(plan=EpochPlan(epoch=0, total=8, batch_size=2, budget=8, trained=((0, 2),))),

@@ -272,13 +272,18 @@ def test_only_the_process_behind_a_connection_shares_memory_for_it_and_each_segm
         path, secret = memory_path(serving.address), first.control.session.secret
 
         def say(share: Share | bytes, descriptors: list[int]) -> Shared:
-            with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as wire:
-                wire.settimeout(DEADLINE)
+            ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            with ours, theirs, socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as wire:
+                ours.settimeout(DEADLINE)
                 wire.connect(path)
                 socket.send_fds(
-                    wire, [share if isinstance(share, bytes) else shared_memory.encode_record(share)], descriptors
+                    wire,
+                    [share if isinstance(share, bytes) else shared_memory.encode_record(share)],
+                    [*descriptors, theirs.fileno()],
                 )
-                return shared_memory.decode_record(wire.recv(4096), Shared)
+                theirs.close()
+                said = ours.recv(4096)
+                return shared_memory.decode_record(said, Shared) if said else Shared(refused="no answer")
 
         def share(rank: int, segment: int, nbytes: int, key: bytes = secret) -> Share:
             said = Share(rank, segment, nbytes)
@@ -295,14 +300,15 @@ def test_only_the_process_behind_a_connection_shares_memory_for_it_and_each_segm
             (say(share(0, 1, 4096), [descriptor]), "was handed over before"),
             (say(share(0, 9, 1 << 40), [descriptor]), "may be shared"),
             (say(share(0, 9, 8192), [descriptor]), "has 4096 bytes"),
-            (say(share(0, 9, 4096), []), "one descriptor"),
-            (say(share(0, 9, 4096), [descriptor, descriptor]), "one descriptor"),
+            (say(share(0, 9, 4096), []), "no answer"),
+            (say(share(0, 9, 4096), [descriptor, descriptor]), "no answer"),
             (say(b"garbage", [descriptor]), "not a Share"),
         ):
             assert why in wrong.refused
         assert serving.server.shared.nbytes == before
-        with socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET) as silent:  # one that says nothing holds nobody up
-            silent.connect(path)
+        with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as deaf:  # one that takes no answer holds nobody up
+            deaf.connect(path)
+            socket.send_fds(deaf, [shared_memory.encode_record(share(0, 9, 8192))], [descriptor, deaf.fileno()])
             assert second.push(0, read_at=0)[0].applied
         good = say(share(0, 9, 4096), [descriptor])
         assert good.mac == share(0, 9, 4096).proof(secret, "server")

@@ -422,7 +422,7 @@ def test_errors_name_the_argument(tmp_path: Path) -> None:
 
 def test_templates_of_the_page_are_part_of_the_package() -> None:
     folder = resources.files("lightning_omni.tuning.report") / "templates"
-    assert {each.name for each in folder.iterdir()} == {"tuning.html", "table.html", "plan.html", "style.html"}
+    assert {each.name for each in folder.iterdir()} == {"tuning.html", "table.html", "style.html"}
     source = (folder / "style.html").read_text(encoding="utf-8")
     style = source[source.index("<style>") : source.index("</style>")]
     assert style in page_of()
