@@ -21,6 +21,7 @@ from lightning_omni.methods.contract import Total as Total
 from lightning_omni.methods.model.fragments import read as read
 from lightning_omni.methods.model.fragments import write as write
 from lightning_omni.methods.model.replica import copies as copies
+from lightning_omni.methods.model.replica import load_optimizer_state as load_optimizer_state
 from lightning_omni.methods.model.server_optimizer import Master as Master
 from lightning_omni.methods.model.server_optimizer import describe as describe
 from lightning_omni.methods.model.server_optimizer import hyperparameters_of as hyperparameters_of

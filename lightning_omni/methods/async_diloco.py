@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -20,50 +20,45 @@ from lightning_omni.methods.contract import (
 )
 from lightning_omni.methods.diloco import check_outer
 from lightning_omni.methods.model.fragments import state_of, states_in
+from lightning_omni.methods.model.replica import copies
 from lightning_omni.methods.overlap import LocalSteps
 
 
-class _Fragment:
-    """The state of delayed Nesterov for one fragment.
-
-    Attributes:
-        block: sum of the arrivals since the last full block.
-        momentum: one tensor for each of the weights.
-    """
-
-    def __init__(self, weights: Sequence[Tensor]) -> None:
-        self.block, self.momentum = Total(), [torch.zeros_like(weight) for weight in weights]
-
-
 class _DelayedNesterov(ServerSide):
-    """A server side that steps by delayed Nesterov."""
+    """A server side that steps by delayed Nesterov.
+
+    Each fragment has a block, the sum of the arrivals since the last full one, and momentum, a tensor for each weight.
+    """
 
     method: AsyncDiLoCo
 
     def setup(self) -> None:
         # The size stays when groups join, because the parts of momentum applied within a block must add up to one.
         self._size = self.method.buffer or max(1, len(self.groups))
-        self._fragments = [_Fragment(self.master.weights(number)) for number in range(self.method.fragments)]
+        fragments = [self.master.weights(number) for number in range(self.method.fragments)]
+        self._blocks = [Total() for _ in fragments]
+        self._momenta = [[torch.zeros_like(weight) for weight in weights] for weights in fragments]
         self._step_times: dict[int, float] = {}
 
     def receive(self, push: Push) -> list[Reply]:
-        staleness, of = self.staleness_of(push), self._fragments[push.fragment or 0]
-        of.block.add(push.tensors)
+        staleness, number = self.staleness_of(push), push.fragment or 0
+        block, momentum = self._blocks[number], self._momenta[number]
+        block.add(push.tensors)
         method, share = self.method, self.method.activation
-        if of.block.count >= self._size:
+        if block.count >= self._size:
             share = 1 - method.activation * self._size + method.activation
-            self._fold(of, of.block.take(1 / self._size))
+            self._fold(momentum, block.take(1 / self._size))
         self.master.add(push.tensors, -method.outer_lr / self._size, push.fragment)
         if share and method.outer_momentum:
             weights = self.master.weights(push.fragment)
-            for weight, velocity, change in zip(weights, of.momentum, push.tensors, strict=True):
+            for weight, velocity, change in zip(weights, momentum, push.tensors, strict=True):
                 if change is not None:
                     weight.sub_(velocity, alpha=method.outer_lr * share * method.outer_momentum)
         return [Reply(push.group, staleness, note=float(self._local_steps(push)))]
 
-    def _fold(self, of: _Fragment, mean: list[Tensor | None]) -> None:
+    def _fold(self, momentum: list[Tensor], mean: list[Tensor | None]) -> None:
         """Fold a full block into the momentum: ``m <- beta m + B/N``."""
-        for velocity, change in zip(of.momentum, mean, strict=True):
+        for velocity, change in zip(momentum, mean, strict=True):
             velocity.mul_(self.method.outer_momentum)
             if change is not None:
                 velocity.add_(change)
@@ -80,23 +75,24 @@ class _DelayedNesterov(ServerSide):
         return max(1, max(method.min_steps, int(method.period * ratio)) // method.fragments)
 
     def grow(self, start: int) -> None:
-        for number, of in enumerate(self._fragments):
+        for number, (block, momentum) in enumerate(zip(self._blocks, self._momenta, strict=True)):
             weights = self.master.weights(number)
-            of.block.reach(len(weights))
-            of.momentum.extend(map(torch.zeros_like, weights[len(of.momentum) :]))
+            block.reach(len(weights))
+            momentum.extend(map(torch.zeros_like, weights[len(momentum) :]))
 
     def evict(self, group: int) -> list[Reply]:
         self._step_times.pop(group, None)
         return super().evict(group)
 
     def state(self) -> dict[str, Any]:
-        states = [{"block": of.block.state(), "momentum": of.momentum} for of in self._fragments]
+        each = zip(self._blocks, self._momenta, strict=True)
+        states = [{"block": block.state(), "momentum": momentum} for block, momentum in each]
         return {**state_of(states), "step_times": dict(self._step_times)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        for of, saved in zip(self._fragments, states_in(state), strict=True):
-            of.block.load_state(saved["block"])
-            of.momentum = [velocity.clone() for velocity in saved["momentum"]]
+        for block, saved in zip(self._blocks, states_in(state), strict=True):
+            block.load_state(saved["block"])
+        self._momenta = [copies(saved["momentum"]) for saved in states_in(state)]
         self._step_times = {int(group): float(seconds) for group, seconds in state["step_times"].items()}
 
 

@@ -117,7 +117,7 @@ class _Syncer(ServerSide):
 
     def _merge(self, number: int, current: _Round) -> list[Reply]:
         merged = current.total.scaled(1 / current.total.weight)
-        self.master.step(self._outer[number], merged, self._fragment(number))
+        self.master.step(self._outer[number], merged, number)
         current.total.clear()
         current.unit = 0.0
         current.came.clear()
@@ -129,9 +129,6 @@ class _Syncer(ServerSide):
     def _reply(self, group: int) -> Reply:
         _, staleness = self._waiting.pop(group)
         return Reply(group, staleness)
-
-    def _fragment(self, number: int) -> int | None:
-        return None if self.method.fragments == 1 else number
 
     def evict(self, group: int) -> list[Reply]:
         # Its pushes stay in the totals, because their samples were trained.

@@ -302,12 +302,6 @@ class Replica:
             "optimizer": optimizer_state_of(self.optimizer),
         }
 
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state`."""
-        self.load(Pulled(state["weights"], int(state["clock"])))
-        self.memory = dict(state["memory"])
-        load_optimizer_state(self.optimizer, state["optimizer"])
-
 
 def optimizer_state_of(optimizer: Optimizer) -> dict[Any, Any]:
     """Return an optimizer's state without its hyperparameters.
