@@ -195,7 +195,7 @@ def test_every_argument_has_values_that_are_refused(make: Any) -> None:
 
 def test_good_values_are_taken() -> None:
     numpy = pytest.importorskip("numpy")
-    OmniTuner(target=numpy.float32(0.5), budget=0, seed=numpy.int64(3), retune_every=None, space={"groups": [1, 2]})
+    OmniTuner(target=numpy.float32(0.5), budget=0.5, seed=numpy.int64(3), retune_every=None, space={"groups": [1, 2]})
     OmniTuner(target=-3, budget=0.999)
     DeviceTuner(budget=math.inf, bf16="apply", batches=[torch.zeros(1)])
     check_whole("seed", 0, "a whole number")
@@ -209,7 +209,7 @@ def test_a_target_of_a_metric_whose_name_does_not_say_what_is_better_needs_a_mod
     assert OmniTuner(target=0.3, monitor=monitor, mode="min")._options.is_reached(0.2)
     assert OmniTuner(target=0.3, monitor="val/Loss")._options.is_reached(0.2)
     assert OmniTuner(target=0.3, monitor="val_F1")._options.is_reached(0.4)
-    assert OmniTuner(monitor=monitor).target is None
+    assert OmniTuner(monitor=monitor)._options.target is None
 
 
 def test_numbers_of_numpy_are_counts_like_any_other_and_are_kept_as_pythons() -> None:
@@ -225,7 +225,11 @@ def test_numbers_of_numpy_are_counts_like_any_other_and_are_kept_as_pythons() ->
     made: list[Any] = [strategy.world_options, strategy._fit_options, server, elastic, sharded, model_parallel]
     made += [WorldOptions(**given), Cluster.even(four, servers=two)]
     kept = [value for each in made for value in vars(each).values()]
-    kept += [*msgspec.structs.astuple(strategy.world_options.resolved_method()), tuner.seed, tuner.retune_every]
+    kept += [
+        *msgspec.structs.astuple(strategy.world_options.resolved_method()),
+        tuner._options.seed,
+        tuner._options.retune_every,
+    ]
     space = Space.of(tuner._options.space, ranks=2)
     kept += [value for values in vars(space).values() if isinstance(values, (list, tuple)) for value in values]
     assert not [value for value in kept if isinstance(value, numpy.generic)]

@@ -357,6 +357,7 @@ def test_wrong_workloads_are_told(workload: str, capsys: pytest.CaptureFixture[s
         (("--straggler", "0"), "--straggler 0.0: pass a number above 0"),
         (("--evaluate-every", "0"), "--evaluate-every 0: pass a number above 0"),
         (("--lr", "-1"), "--lr -1.0: pass a number, 0 or more"),
+        (("--momentum", "1.5"), "--momentum 1.5: pass a number from 0 up to 1, but not 1"),
         (("--bandwidth", "0"), "--bandwidth 0.0: pass bytes per second"),
         (("--jitter", "lognormal"), "pass lognormal:0.2"),
         (("--servers", "some"), "servers='some': pass a number of servers, 1 or more, or \"per-node\""),

@@ -69,7 +69,7 @@ def belongs(strategy, namespace):
 def cells(head, namespace, strategies):
     for name, strategy in strategies.items():
         pl = importlib.import_module(namespace)
-        tuners = [OmniTuner(budget=0), DeviceTuner(budget=1)]
+        tuners = [OmniTuner(), DeviceTuner(budget=1)]
         trainer = pl.Trainer(devices=2, strategy=strategy, callbacks=tuners, **OPTIONS)
         alone = pl.Trainer(devices=2, callbacks=tuners[0], **OPTIONS).callbacks[0] is tuners[0]
         made = trainer.strategy
@@ -85,7 +85,7 @@ def fits(head, namespace):
     pl = importlib.import_module(namespace)
     model = importlib.import_module(f"{namespace}.demos.boring_classes").BoringModel()
     strategy = Mine(3, groups=1)
-    tuners = [OmniTuner(budget=0), DeviceTuner(budget=0.1, bf16='skip')]
+    tuners = [OmniTuner(), DeviceTuner(budget=0.1, bf16='skip')]
     trainer = pl.Trainer(devices=1, strategy=strategy, max_steps=2, limit_val_batches=0, callbacks=tuners, **OPTIONS)
     trainer.fit(model)
     say(head, namespace, "fits", strategy.calls, trainer.global_step, tuners[1].problem)
@@ -318,7 +318,7 @@ def changing_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, A
         **{f"before, {each}": {"before": each} for each in ("nodes", "an option", *WRONG_NODES, *UNLIKE_SETTINGS)},
         "misplaced": {"misplaced": MISPLACED},
         "spelled otherwise": {"misplaced": {"LIGHTNING_OMNI_METHOD": "async_sgd:bound=null"}},
-        **{f"sampled {each}": {"sampled": each} for each in ("inside", "before")},
+        **{f"sampled {each}": {"sampled": each} for each in ("inside", "asks", "before")},
         **{f"inner, {groups}": {"inner": groups} for groups in (1, 2)},
         "nested": {"nested": 2},
         **{f"returned, {kind}": {"returned": kind} for kind in ("SGD", "Adagrad")},
@@ -697,7 +697,7 @@ def test_ranks_with_other_settings_are_refused_by_name_before_they_wait_for_each
 
 
 def test_a_sampler_with_which_each_group_trains_all_samples_is_named(changing_loops: list[dict[str, Any]]) -> None:
-    for name, times in (("sampled inside", 2), ("sampled before", 1)):
+    for name, times in (("sampled inside", 2), ("sampled asks", 2), ("sampled before", 1)):
         one, other = (each[name] for each in changing_loops)
         assert sorted(one["seen"] + other["seen"]) == sorted([*range(16)] * times)
         assert other["said"] == []

@@ -206,7 +206,6 @@ FITS: dict[str, dict[str, Any]] = {  # of those with "emulated", the time that s
         "data": {"samples": 512, "is_stream": True},
         "trainer": EPOCHS,
     },
-    "no budget": {"tuner": {**TUNER, "budget": 0.0}, "strategy": {"groups": 2}, "trainer": EPOCHS},
     "too short": {"tuner": TUNER, "trainer": {**EPOCHS, "max_epochs": 1, "limit_train_batches": 1}},
     "a slow link": {**SLOW_LINK},
     "sparse gradients on a slow link": {**SLOW_LINK, "sparse": True},
@@ -555,13 +554,6 @@ def test_where_nothing_can_be_tuned_groups_are_those_that_the_user_asked_for(
 ) -> None:
     for rank in fits["nothing can be tuned"]:
         assert rank["problem"] == "the training data are a stream, or come from several loaders"
-        assert rank["world"] == [2, "AsyncSGD"]
-        assert rank["updates"] > 0
-
-
-def test_without_a_budget_groups_are_those_that_the_user_asked_for(fits: dict[str, list[dict[str, Any]]]) -> None:
-    for rank in fits["no budget"]:
-        assert rank["problem"] == "budget=0"
         assert rank["world"] == [2, "AsyncSGD"]
         assert rank["updates"] > 0
 

@@ -158,6 +158,14 @@ def test_after_an_evaluation_groups_go_on_with_what_was_evaluated_of_frozen_weig
     assert replica.agreed() == [True, False], "it is frozen only now, and the group's own"
 
 
+def test_after_an_evaluation_a_group_goes_on_with_its_own_half_that_is_frozen_for_the_others_step() -> None:
+    replica = _stashed()
+    for each in replica.ordered:
+        each.requires_grad_(False)
+    replica.restore(but_frozen=True)
+    assert (_values(replica), replica.agreed()) == ([0.5, 0.5], [False, False])
+
+
 def test_a_look_at_other_weights_leaves_it_as_it_was_what_is_agreed() -> None:
     replica = _stashed()
     replica.restore()

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import os
 import re
 import secrets
+import signal
 import socket
 import sys
 from collections.abc import Callable, Iterator
@@ -85,6 +87,18 @@ def test_ctrl_c_ends_an_idle_server_in_good_order(start: Start, tmp_path: Path) 
     assert server.end(timeout=30) == 130
     assert "parameter server stopped" in server.output
     assert "Traceback" not in server.output
+
+
+def test_with_once_sigterm_before_the_end_of_a_run_is_no_success(start: Start, tmp_path: Path) -> None:
+    """A job that has ended with 0 is not started again."""
+    options = ["--key-file", str(tmp_path / "key"), "--once"]
+    plain = start(*COMMAND, "serve", "--port", "0", *options)
+    saving = start(*COMMAND, "serve", "--port", str(free_port()), "--state", str(tmp_path / "state"), *options)
+    for server in (plain, saving):
+        server.expect(LISTENS, timeout=START)
+        os.kill(server.pid, signal.SIGTERM)
+        assert server.end(timeout=30) == 143
+        assert "parameter server stopped" in server.output
 
 
 def test_a_port_in_use_is_one_line_with_the_remedy(start: Start, tmp_path: Path, closed_port: int) -> None:

@@ -27,7 +27,15 @@ from lightning_omni.cli.console import (
     tall_table_of,
 )
 from lightning_omni.cli.simulate_settings import SimulationSettings
-from lightning_omni.cli.units import Quantity, bytes_of, check_above_zero, rate_of, seconds_of, time_of
+from lightning_omni.cli.units import (
+    Quantity,
+    bytes_of,
+    check_above_zero,
+    check_momentum,
+    rate_of,
+    seconds_of,
+    time_of,
+)
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 
 # --- compare ----------------------------------------------------------------------------------------------------------
@@ -73,8 +81,7 @@ def compare(
             " --speeds 1,1,1,0.25 --link 100Mbit --model-size 50MB --step 0.2s"
         )
     check_above_zero({"batch_size": batch_size, "sites": sites})
-    if not 0 <= momentum < 1:
-        raise ConfigurationError(f"--momentum {momentum}: pass a number from 0 up to 1, but not 1")
+    check_momentum(momentum)
     if not 0 <= scatter <= 2:
         raise ConfigurationError(f"--scatter {scatter}: pass a part of the mean, from 0 to 2")
     if sites == 1 and (site_link is not None or site_latency is not None):
@@ -175,8 +182,7 @@ def plan(
     check_above_zero({"samples": samples, "lr": lr})
     if batch_size is not None and not 1 <= batch_size < math.inf:
         raise ConfigurationError(f"--batch-size {batch_size}: pass a number of samples, 1 or more")
-    if momentum is not None and not 0 <= momentum < 1:
-        raise ConfigurationError(f"--momentum {momentum}: pass a number from 0 up to 1, but not 1")
+    check_momentum(momentum)
     _check_planned_servers(servers, nodes)
     rate = None if bandwidth is None else rate_of("--bandwidth", bandwidth)
     delay = None if latency is None else seconds_of("--latency", latency)
@@ -286,7 +292,7 @@ def serve(
         heartbeat_timeout: Silence after which a rank counts as dead, as in 30s, or in seconds, at least 2. By default
             5s if groups join on their own, and 30s if all ranks are started together.
         threads: Threads for the optimizer's arithmetic.
-        once: Exit after the first run.
+        once: Exit after the first run; with status 143 if SIGTERM ends the server before.
         record: File for a record of all changes to the weights, to replay in the simulator; needs --once. Of several
             servers, the coordinating one writes it.
         method: Methods of your own that runs may use, as module:Class, separated by commas.
@@ -312,6 +318,8 @@ def serve(
     os.environ.setdefault("OPENBLAS_NUM_THREADS", "1")  # NumPy's threads, which compute nothing here
     # Imported here, so that --help does not wait for torch.
     from lightning_omni.cli.serve import Options, stand
+    from lightning_omni.methods.model.modules import module_resolver
+    from lightning_omni.methods.model.server_optimizer import resolver
     from lightning_omni.transport.serving.process import ServerSettings
     from lightning_omni.transport.zeromq.keys import load_or_create
 
@@ -359,6 +367,10 @@ def serve(
     ):
         if is_given:
             raise ConfigurationError(f"{option}: it is for {needed}, which is missing; pass both, or leave it out")
+    for path in settings.allow_optimizers:
+        resolver(settings.allow_optimizers)(path)
+    for path in settings.allow_modules:
+        module_resolver(settings.allow_modules)(path)
     options = Options(here, data_port, encryption, once, http, http_host, where)
     return stand(settings, options, Console(stderr=True))
 

@@ -18,6 +18,8 @@ from lightning_omni.errors import ConfigurationError
 
 INTERRUPTED = 130
 """Exit code after Ctrl-C."""
+TERMINATED = 143
+"""Exit code after SIGTERM."""
 
 _WIDEST = 400
 """Largest width of a table in a file or a pipe, in columns."""

@@ -16,7 +16,7 @@ import msgspec
 import torch
 from rich.console import Console
 
-from lightning_omni.cli.console import INTERRUPTED, log
+from lightning_omni.cli.console import INTERRUPTED, TERMINATED, log
 from lightning_omni.errors import quoted
 from lightning_omni.transport import registry
 from lightning_omni.transport.serving.http import StatusServer
@@ -111,7 +111,7 @@ class StopSignals:
         return bool(self._numbers)
 
     def exit_code(self, code: int) -> int:
-        return INTERRUPTED if code == 0 and signal.SIGINT in self._numbers else code
+        return INTERRUPTED if code in (0, TERMINATED) and signal.SIGINT in self._numbers else code
 
 
 def stand(settings: ServerSettings, options: Options, console: Console) -> int:
@@ -191,14 +191,18 @@ class StandaloneServer:
             self._server.run(until=self._is_over)
         finally:
             self._close()
-        lost = self._core.lost_server
-        if not lost and not self._is_stopped and not self._signals:  # it holds a share, and has lost its coordinator
+        lost, is_told = self._core.lost_server, self._is_told
+        if not lost and not self._is_stopped and not is_told:  # it holds a share, and has lost its coordinator
             lost = "the server that coordinates is gone"
         if lost:
             log(self._console, lost, style="red")
             return 1
         log(self._console, "parameter server stopped")
-        return 0
+        return TERMINATED if self._options.once and not self._is_stopped else 0
+
+    @property
+    def _is_told(self) -> bool:
+        return bool(self._signals) or (self._lifeline is not None and self._lifeline.is_over)
 
     def _announce(self) -> None:
         options = self._options
@@ -222,12 +226,12 @@ class StandaloneServer:
         for number, process in enumerate(self._others, 1):
             if how := process.how_ended():
                 self._core.server_ended(number, how)
-        if self._core.lost_server or (self._lifeline is not None and self._lifeline.is_over):
+        if self._core.lost_server:
             self._is_stopped = True
         if self._core.is_over:
             self._run_over()
             self._core.reset()
-        return self._is_stopped or bool(self._signals)
+        return self._is_stopped or self._is_told
 
     def _run_over(self) -> None:
         outcome = ""

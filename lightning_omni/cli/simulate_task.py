@@ -12,7 +12,7 @@ import torch
 from torch.optim import Optimizer
 
 from lightning_omni.cli.simulate_settings import SimulationSettings
-from lightning_omni.cli.units import check_above_zero, flag, rate_of, seconds_of, time_of
+from lightning_omni.cli.units import check_above_zero, check_momentum, flag, rate_of, seconds_of, time_of
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.simulator import (
     Cluster,
@@ -183,9 +183,10 @@ def rates_of(settings: SimulationSettings) -> tuple[float, ...]:
     if settings.lr == []:
         raise ConfigurationError("--lr []: pass at least one learning rate")
     rates = settings.lr if isinstance(settings.lr, list) else [] if settings.lr is None else [settings.lr]
-    for name, given in (*(("lr", rate) for rate in rates), ("momentum", settings.momentum)):
-        if given is not None and not 0 <= given < math.inf:
-            raise ConfigurationError(f"{flag(name)} {given}: pass a number, 0 or more")
+    for rate in rates:
+        if not 0 <= rate < math.inf:
+            raise ConfigurationError(f"--lr {rate}: pass a number, 0 or more")
+    check_momentum(settings.momentum)
     return tuple(dict.fromkeys(rates))
 
 

@@ -102,6 +102,11 @@ def check_above_zero(given: Mapping[str, float | None]) -> None:
             raise ConfigurationError(f"{flag(name)} {value}: pass a number above 0")
 
 
+def check_momentum(given: float | None) -> None:
+    if given is not None and not 0 <= given < 1:
+        raise ConfigurationError(f"--momentum {given}: pass a number from 0 up to 1, but not 1")
+
+
 def _plain(text: str) -> float:
     try:
         return float(text)

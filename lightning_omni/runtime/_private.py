@@ -6,6 +6,7 @@ Checked on torch 2.7, 2.13 and 2.15.
 from __future__ import annotations
 
 import atexit
+import gc
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
@@ -24,6 +25,7 @@ from torch.distributed.tensor import DTensor, _redistribute
 from torch.nn import Module
 from torch.nn.parallel import DistributedDataParallel
 from torch.optim import Optimizer
+from torch.utils.data.dataloader import _BaseDataLoaderIter
 
 from lightning_omni.errors import UnsupportedError
 
@@ -176,3 +178,8 @@ def _states_of_gloo() -> Iterator[str]:
         with suppress(OSError):
             if (task / "comm").read_text().strip() == GLOO_WORKER:
                 yield (task / "stat").read_text().rpartition(")")[2].split()[0]
+
+
+def iterated_datasets() -> list[Any]:
+    """Return the datasets of all data loaders that are being iterated in this process."""
+    return [each._dataset for each in gc.get_objects() if issubclass(type(each), _BaseDataLoaderIter)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import inspect
 import logging
 import os
 import signal
@@ -26,12 +27,12 @@ from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
-from torch.utils.data.distributed import DistributedSampler
+from torch.utils.data import DistributedSampler, IterableDataset
 
 from lightning_omni.errors import ConfigurationError, RankLost, UnsupportedError
 from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.model.server_optimizer import held_by
-from lightning_omni.runtime._private import collectives_of, store_of
+from lightning_omni.runtime._private import collectives_of, iterated_datasets, store_of
 from lightning_omni.runtime.executor import Executor
 from lightning_omni.runtime.model.buffer_sync import BufferSync, Merge, buffers_of
 from lightning_omni.runtime.model.replica import SAMPLED, fingerprints
@@ -499,7 +500,7 @@ def warn_of_variables(options: WorldOptions) -> None:
 
 
 class OwnSamplers:
-    """The samplers that a loop has made among the ranks of its group, with which each group trains all samples."""
+    """The samplers and iterable datasets of a loop by which each group trains all samples."""
 
     def __init__(self, parallel: ParallelState) -> None:
         self._parallel, self._before = parallel, WeakSet(_samplers())
@@ -507,14 +508,25 @@ class OwnSamplers:
     def warn(self) -> None:
         """Warn if there are any. A loop calls it in its first step."""
         parallel, members = self._parallel, len(self._parallel.members)
-        if any(each.num_replicas == members and each not in self._before for each in _samplers()):
+        is_made = any(each.num_replicas == members and each not in self._before for each in _samplers())
+        name = "a DistributedSampler was made" if is_made else _iterable_that_asks()
+        if name:
             _log.warning(
-                "a DistributedSampler was made inside `with world.training():`, where torch.distributed has the %d"
-                " ranks of one group, so each of the %d groups trains all samples: to divide them among all ranks, make"
-                " it before, or pass num_replicas=world.size, rank=world.rank",
-                *(members, len(parallel.topology.alive)),
+                "%s inside `with world.training():`, where torch.distributed has the %d ranks of one group, so each of"
+                " the %d groups trains all samples: to divide them among all ranks, pass num_replicas=world.size,"
+                " rank=world.rank to the sampler, or both numbers to the dataset",
+                *(name, members, len(parallel.topology.alive)),
             )
 
 
 def _samplers() -> list[DistributedSampler[Any]]:
     return [each for each in gc.get_objects() if issubclass(type(each), DistributedSampler)]
+
+
+def _iterable_that_asks() -> str:
+    """Describe an iterable dataset being loaded whose code asks for the number of ranks; "" if there is none."""
+    for kind in {type(each) for each in iterated_datasets() if isinstance(each, IterableDataset)}:
+        for name, method in inspect.getmembers(kind, inspect.isfunction):
+            if name != "__init__" and "get_world_size" in method.__code__.co_names:
+                return f"{kind.__name__}.{name} calls get_world_size()"
+    return ""

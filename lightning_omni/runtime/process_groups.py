@@ -349,7 +349,9 @@ class LiveWorld(dist.ProcessGroup):
         root = self.ranks[opts.rootRank]
         for tensor in tensors:
             parts = self._gather(f"broadcast({_signature(tensor)}, {root})", tensor, only=root)
-            if root != self._global_rank and root in parts:
+            if root not in parts:  # torch's broadcast of objects would read memory that nothing was written to
+                raise RankLost(f"rank {root} was lost in a broadcast of its values to all ranks")
+            if root != self._global_rank:
                 tensor.copy_(parts[root])
         return _Done(list(tensors))
 

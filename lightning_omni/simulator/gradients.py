@@ -56,16 +56,23 @@ class Members:
 
     Args:
         is_balanced: whether they get parts of a batch in proportion to their speeds.
+        in_pairs: as in `positions`.
         all_reduce: the format in which they average their gradients.
     """
 
     def __init__(
-        self, cluster: Cluster, ranks: tuple[int, ...], seed: int, is_balanced: bool, all_reduce: AllReduce = EXACT
+        self,
+        cluster: Cluster,
+        ranks: tuple[int, ...],
+        seed: int,
+        is_balanced: bool,
+        in_pairs: bool,
+        all_reduce: AllReduce = EXACT,
     ) -> None:
         self._all_reduce, self._unsent = all_reduce, dict[Hashable, Unsent]()
         self._ranks, self._link = ranks, cluster.group_link
         self._clocks = [DeviceClock(cluster, rank, seed) for rank in ranks]
-        self._is_balanced = is_balanced and len(ranks) > 1
+        self._is_balanced, self._in_pairs = is_balanced and len(ranks) > 1, in_pairs
 
     @property
     def first(self) -> int:
@@ -76,7 +83,7 @@ class Members:
 
     def positions(self, batch: Batch, now: float) -> list[range]:
         members, shares = len(self._ranks), self._shares(batch, now)
-        return [positions(batch, member, members, shares) for member in range(members)]
+        return [positions(batch, member, members, shares, self._in_pairs) for member in range(members)]
 
     def work(self, batch: Batch, now: float) -> list[tuple[int, int, float]]:
         """Return each member's rank, its samples of a batch that begins now, and its seconds for them."""

@@ -180,6 +180,7 @@ class _Replay:
         self._out, self._in = Memory(), Memory()
         self._groups: dict[int, _Group] = {}
         self._step_time = 0.0
+        self._batch_size = 0  # samples of one member, as far as known: its first batch is whole
 
     def take(self, event: Event) -> None:
         if event.optimizer:
@@ -327,7 +328,9 @@ class _Replay:
         if not isinstance(need := group.core.waits_for(0), NextGradient):
             raise ProtocolError(f"the record has {group.ranks} train {span}, but they want {need}")
         members, replica = len(group.ranks), group.replica
-        parts = [positions(Batch(*span, 0), member, members) for member in range(members)]
+        self._batch_size = max(self._batch_size, (span[1] - span[0]) // members)
+        in_pairs = self._batch_size > 1
+        parts = [positions(Batch(*span, 0), member, members, in_pairs=in_pairs) for member in range(members)]
         own = self._bench.compute(replica.weights(), [self._batches(epoch, part) for part in parts]).gradient
         if len(group.present) == len(own):
             own = [tensor if there else None for tensor, there in zip(own, group.present, strict=True)]

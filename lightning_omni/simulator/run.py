@@ -141,9 +141,10 @@ class Simulation:
         )
         topology, all_reduce = self._formation.topology, self._formation.compression.all_reduce_format
         is_balanced = self._batches.computation.rebalance == "auto"
+        in_pairs = self._batches.size > 1 and not topology.is_synchronous
         for number in topology.alive:
             ranks = topology.members(number)
-            members = Members(self._cluster, ranks, self._batches.seed, is_balanced, all_reduce)
+            members = Members(self._cluster, ranks, self._batches.seed, is_balanced, in_pairs, all_reduce)
             self._homes[number] = self._add_group(number, GroupId(str(number), self.server.incarnation), ranks, members)
 
     def _add_group(

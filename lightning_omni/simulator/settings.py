@@ -96,7 +96,8 @@ class Limits:
     """The limits of a simulated run, which ends at the first that it reaches.
 
     Args:
-        updates: the most updates: ticks of the server's clock or, with gossip, local steps of any group.
+        updates: the most updates: ticks of the server's clock or, with gossip, local steps of any group. Fragments that
+            are merged at one moment are not separated.
         epochs: the most passes over the data.
         seconds: the latest virtual time, in seconds.
 

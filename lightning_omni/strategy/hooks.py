@@ -15,6 +15,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader
 from typing_extensions import override
 
+from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method
 from lightning_omni.metrics import RunReport
 from lightning_omni.runtime import Elastic, Server, World, WorldOptions
@@ -297,6 +298,15 @@ class OmniStrategyHooks(_Base):
             forget(self.world.process_groups.original, self.world.rank)
 
     def _ranks_per_node(self) -> list[int]:
+        if self.num_nodes > 1 and self.world_options.groups != 1:
+            is_elsewhere = self.global_rank != self.node_rank * self.num_processes + self.local_rank
+            any_is = torch.tensor(int(is_elsewhere), device=self.root_device)
+            dist.all_reduce(any_is, op=dist.ReduceOp.MAX)
+            if any_is:
+                raise ConfigurationError(
+                    "the ranks of each node have no successive numbers, and ranks with such form groups: give them"
+                    " successive ones (srun --distribution=block, mpirun --map-by slot), or use groups=1"
+                )
         return [self.num_processes] * self.num_nodes
 
     @property

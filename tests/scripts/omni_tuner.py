@@ -24,7 +24,6 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import fp16_compr
 from torch.utils.data import DataLoader, IterableDataset, SubsetRandomSampler, TensorDataset
 from values import values_in
 
-from lightning_omni.errors import ConfigurationError
 from lightning_omni.transport.zeromq.keys import ENVIRONMENT
 from lightning_omni.tuning.callback import online_tuner
 from lightning_omni.tuning.callback.microbenchmarks import Microbenchmarks
@@ -220,6 +219,7 @@ class State(pl.Callback):
         self.last_epoch: list[int] = []
         self.servers: list[bool] = []
         self.sizes: list[int] = []
+        self.rate = 0.0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
         self.servers.append(trainer.strategy.world.server.process is not None)
@@ -238,6 +238,7 @@ class State(pl.Callback):
         if "stops_in_trial" in pl_module.options and pl_module.segments[-1][0]:
             trainer.should_stop = True
         self.batches += 1
+        self.rate = trainer.optimizers[0].param_groups[0]["lr"] * trainer.strategy.world.rate_factor
         if self.dies == RANK and trainer.strategy.world.executor.exchanges:
             report(RANK, {"died in epoch": trainer.current_epoch, "had trained of it": self.last_epoch})
             os._exit(3)
@@ -327,13 +328,8 @@ def main() -> None:
             slow_down_link(*fit["slow_link"])
         run = trainer(strategy, fit.get("devices", 2), callbacks=callbacks, **options)
         began = time.perf_counter()
-        loaders, refused = data(**fit.get("data", {})), ""
         try:
-            run.fit(module, *loaders, ckpt_path=fit.get("ckpt_path"))
-        except ConfigurationError as error:
-            refused = str(error)
-            if "is_refused" not in fit:
-                raise
+            run.fit(module, *data(**fit.get("data", {})), ckpt_path=fit.get("ckpt_path"))
         finally:
             result = {
                 "seconds": time.perf_counter() - began,
@@ -349,13 +345,12 @@ def main() -> None:
                 "should_stop": run.should_stop,
                 "searches": len(tuner.searches) if tuner else 0,
                 "weights": [parameter.flatten().tolist() for parameter in module.parameters()],
-                "lr": run.optimizers[0].param_groups[0]["lr"] if run.optimizers else None,
+                "lr": state.rate,
                 "momentum": run.optimizers[0].param_groups[0].get("momentum") if run.optimizers else None,
                 "setting": tuner.state_dict()["setting"] if tuner else None,
                 "chosen": tuner.choice.setting.groups if tuner and tuner.choice else 0,
                 "why": tuner.choice.why if tuner and tuner.choice else "",
                 "problem": tuner.problem if tuner else "",
-                "refused": refused,
                 "in_training": [
                     [(int(groups), rate) for groups, rate in each["measured_after"].items()]
                     for each in (tuner.state_dict()["searches"] if tuner else [])

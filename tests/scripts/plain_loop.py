@@ -27,7 +27,7 @@ import torch.distributed as dist
 from torch.distributed.checkpoint.state_dict import get_state_dict
 from torch.nn.utils import parameters_to_vector
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader, TensorDataset
+from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 from torch.utils.data.distributed import DistributedSampler
 
 from lightning_omni import FSDP, Compression, OmniOptimizer, World, WorldOptions
@@ -1031,15 +1031,24 @@ def compile_step(compiled: int) -> list[list[float]]:
     return ends
 
 
+class Asking(IterableDataset[Any]):
+    """Divides its samples by what torch.distributed says when it is iterated."""
+
+    def __iter__(self) -> Any:
+        yield from torch.arange(16.0)[dist.get_rank() :: dist.get_world_size(), None]
+
+
 def sample(sampled: str) -> dict[str, Any]:
-    """What is said of a sampler that is made inside of a loop or before, and which samples this rank trains."""
+    """What is said of data that are divided inside of a loop or before, and which samples this rank trains."""
     said, seen, world = list[str](), list[float](), World(2)
     data = TensorDataset(torch.arange(16.0)[:, None])
     net = torch.nn.Linear(1, 1)
     optimizer = OmniOptimizer(torch.optim.SGD(net.parameters(), lr=1e-4), world)
     sampler = DistributedSampler(data) if sampled == "before" else None
+    asking = DataLoader(Asking(), batch_size=4)  # made before, and evaluated with elsewhere
     with heard(said), world.training():
-        for (batch,) in DataLoader(data, batch_size=4, sampler=sampler or DistributedSampler(data)):
+        loader = asking if sampled == "asks" else DataLoader(data, 4, sampler=sampler or DistributedSampler(data))
+        for batch in loader if sampled == "asks" else (batch for (batch,) in loader):
             optimizer.zero_grad()
             net(batch).square().mean().backward()
             optimizer.step()

@@ -7,7 +7,9 @@ never pickled, so a message cannot execute its sender's code.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from functools import cache
 from numbers import Real
 from typing import Any
@@ -311,6 +313,29 @@ def set_hyperparameter(group: dict[str, Any], name: str, value: Any) -> None:
         group[name].fill_(value)
     else:
         group[name] = value
+
+
+@contextmanager
+def scaled_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
+    """Multiply the learning rates of all parameter groups in this context.
+
+    Example:
+        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
+        >>> with scaled_rates(optimizer, 0.5):
+        ...     optimizer.param_groups[0]["lr"]
+        0.05
+        >>> optimizer.param_groups[0]["lr"]
+        0.1
+    """
+    groups = [group for group in optimizer.param_groups if factor != 1.0 and group.get("lr") is not None]
+    own = [deepcopy(group["lr"]) for group in groups]  # groups may share a tensor
+    for group, rate in zip(groups, own, strict=True):
+        set_hyperparameter(group, "lr", rate * factor)
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, own, strict=True):
+            set_hyperparameter(group, "lr", rate)
 
 
 def describe(optimizer: Optimizer, names: Mapping[Tensor, str], with_state: bool = True) -> dict[str, Any]:

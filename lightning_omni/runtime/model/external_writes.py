@@ -81,8 +81,11 @@ class ExternalWrites:
     def others_followed(self) -> None:
         self._buffers_seen, self._others_seen = _marks(self.buffers()), _marks(self.others())
 
-    def follow(self) -> None:
-        """Distribute the recorder's writes since the last synchronization. All ranks call it."""
+    def follow(self, check_alike: Callable[[], object]) -> None:
+        """Distribute the recorder's writes since the last synchronization. All ranks call it.
+
+        ``check_alike`` raises an error on all ranks, if their optimizers hold different parameters.
+        """
         is_state_written = any(map(self._is_state_written, self._parallel.parts))
         is_other = is_state_written or any(map(self._changed_attribute, self._parallel.parts))
         written = [*self._written(), int(self.switched()), int(is_other)]
@@ -93,6 +96,7 @@ class ExternalWrites:
         if switched:
             self._switch()
         if weights or switched or others:
+            check_alike()
             self._hand_over(keep_states=not switched)
         self._know_states()
 

@@ -173,7 +173,8 @@ class ParameterGroups:
         mine = _digest(repr([(list(part.replica.parameters), self._places(part)) for part in self._parallel.parts]))
         if not all(are_alike([mine], self._parallel.all_reduce_max)):
             raise ConfigurationError(
-                "other groups are to be formed, and the ranks' optimizers do not hold the same parameters in the same"
+                "all ranks are to continue with one state, because other groups are to be formed, or weights or an"
+                " optimizer were written, and the ranks' optimizers do not hold the same parameters in the same"
                 " parameter groups: freeze, unfreeze and add_param_group on all ranks before, or after"
             )
 

@@ -261,10 +261,12 @@ class ModelReplica(Replica):
     def restore(self, but_frozen: bool = False) -> None:
         """Restore the group's own weights, if they were stashed.
 
-        With ``but_frozen``, all groups continue with the evaluated frozen weights.
+        With ``but_frozen``, all groups continue with the evaluated frozen weights, unless all are frozen, as those of a
+        GAN's half may be for the other half's step.
         """
         if self._stashed is None:
             return
+        but_frozen = but_frozen and any(each.requires_grad for each in self.ordered)
         pairs = zip(self.ordered, self.weights(), self._stashed.tensors, strict=True)
         back = [mine if but_frozen and not each.requires_grad else own for each, mine, own in pairs]
         drift = None if but_frozen else self._stashed_drift

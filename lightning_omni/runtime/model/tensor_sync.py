@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
-from lightning_omni.errors import ConfigurationError, UnsupportedError
+from lightning_omni.errors import ConfigurationError, RankLost, UnsupportedError
 from lightning_omni.runtime._private import ignored_by_ddp, put_in_order
 
 _LETTER = 1024
@@ -55,9 +55,12 @@ def contiguous(tensor: Tensor, name: str) -> Iterator[Tensor]:
 
 
 def take_from_rank_zero(named: Iterable[tuple[str, Tensor]], group: Any = None) -> None:
-    """Overwrite tensors by those of rank 0 of a process group, by default the default one. All its ranks call it."""
+    """Overwrite tensors by those of rank 0 of a process group, by default the default one. All its ranks call it.
+
+    If that rank is lost meanwhile, each keeps its own.
+    """
     for name, tensor in named:
-        with contiguous(tensor, name) as memory:
+        with contiguous(tensor, name) as memory, suppress(RankLost):
             dist.broadcast(memory, src=0, group=group)
 
 

@@ -377,7 +377,7 @@ class Epochs:
         group, question = self._waiting[rank]
         if self._validated[rank] == self._validations:
             if self._has_more(group, question):
-                self.book.draw(group, question.trained)
+                self.book.deal(group, question.trained)
                 return "more"
             if self.stop and not self._is_called_over:
                 return f"stop:{self.stop}"

@@ -46,6 +46,7 @@ class LeaseBook(msgspec.Struct):
     _trained: dict[int, int]
     _before: dict[int, int]  # trained batches of each group when the interval began
     _repeats: set[tuple[int, int]]  # groups and numbers of batches that repeat another group's
+    _none: dict[int, int] = {}  # each group's number of a batch that it was told not to get, until it asks what is next
 
     @classmethod
     def open(cls, plan: EpochPlan, group_sizes: dict[int, int]) -> LeaseBook:
@@ -111,11 +112,20 @@ class LeaseBook(msgspec.Struct):
         """Return a group's batches from a number on: drawn before, or a few new ones; none if none is free for it.
 
         A group without a batch in this validation interval that finds none left gets the epoch's first one again, to
-        reach the interval's end with the others.
+        reach the interval's end with the others. One that was told of none gets none until `deal`, on all its members.
         """
         drawn = self._known(group)
         if not 0 <= number <= len(drawn):
             raise ProtocolError(f"group {group} asks for its batch {number}, but has drawn only {len(drawn)}")
+        if self._none.get(group) != number:
+            self.deal(group, number)
+        if number == len(drawn):
+            self._none[group] = number
+        return drawn[number:]
+
+    def deal(self, group: int, number: int) -> None:
+        """Add the group's batch of that number, and a few more, if it has not drawn it and some are free."""
+        drawn = self._drawn[group]
         if number == len(drawn):
             size = self._sizes[group] // self.plan.ranks_per_batch * self.plan.batch_size
             left = sum(stop - start for start, stop in self._free)
@@ -126,7 +136,6 @@ class LeaseBook(msgspec.Struct):
             if not self.has_begun(group) and self.plan.budget:
                 drawn.append(Batch(0, min(size, self.plan.budget), self.interval))
                 self._repeats.add((group, number))
-        return drawn[number:]
 
     def train(self, group: int, batches: int, counts: bool = True) -> int:
         """Record a group's first ``batches`` batches as trained; return how many positions were not trained before.
@@ -166,6 +175,7 @@ class LeaseBook(msgspec.Struct):
         self.release(group)
         del self._sizes[group], self._drawn[group], self._trained[group]
         self._before.pop(group, None)
+        self._none.pop(group, None)
         self._repeats = {repeat for repeat in self._repeats if repeat[0] != group}
 
     def join(self, group: int, size: int) -> None:
@@ -185,6 +195,7 @@ class LeaseBook(msgspec.Struct):
             left.append(self.next_interval)
         self.interval = max(self.interval + 1, min(left, default=0))
         self._before = dict(self._trained)
+        self._none.clear()
 
     def close(self) -> None:
         self._free = []

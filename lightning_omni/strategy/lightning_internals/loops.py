@@ -177,7 +177,8 @@ class _ControlledFitLoop(_FitLoop):
     @property
     @override
     def done(self) -> bool:
-        loop, limit = self.epoch_loop, self._control.parts.epochs.run.step_limit
+        loop = self.epoch_loop
+        limit = self._control.parts.epochs.run.limit_for(loop.max_steps)
         is_reached = limit is not None and -1 < limit <= loop.global_step
         if is_reached and self.max_batches != 0 and (loop.max_steps == -1 or self.trainer.should_stop):
             return True  # another group has stopped the run, and Lightning's message would say that max_steps have
@@ -205,7 +206,7 @@ class _ControlledEpochLoop(_TrainingEpochLoop):
     @property
     @override
     def _is_training_done(self) -> bool:
-        with _with_max_steps(self, self._control.parts.epochs.run.step_limit):
+        with _with_max_steps(self, self._control.parts.epochs.run.limit_for(self.max_steps)):
             return super()._is_training_done
 
     @override

@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from lightning_omni.errors import UnsupportedError
 from lightning_omni.runtime import World
 from lightning_omni.runtime.leased_loader import RankLeases
 from lightning_omni.runtime.state.checkpoint import RunCheckpoint
@@ -59,11 +60,13 @@ class RunProgress:
         self.resumed, self.resumed_samples = SnapshotId(), 0
         self.is_counted_together = False
         self.step_limit: int | None = None
+        self._begun_with: int | None = None  # the Trainer's max_steps when the run started
 
     # --- The run -----------------------------------------------------------------------------------------------------
 
     def connect(self, trainer: Trainer, world: World) -> None:
         self._trainer, self._world = trainer, world
+        self._begun_with = None
         if self.is_counted_together:
             self._suspend_limit()
 
@@ -96,6 +99,7 @@ class RunProgress:
         """
         trainer = self.trainer
         before, self._limits = self._limits, FitLimits(trainer, ranks_per_batch)
+        self._begun_with = self._limits.max_steps
         by_hand = before.by_hand if before is not None and before.trainer is trainer else None
         if self._limits.by_hand is not None and by_hand is not None:
             self._limits.by_hand = by_hand  # in a further fit the loops' counts are no longer this rank's own
@@ -350,6 +354,20 @@ class RunProgress:
 
     def stop_here(self) -> None:
         self.step_limit = self.trainer.global_step
+
+    def limit_for(self, max_steps: int) -> int | None:
+        """Return `step_limit` for loops that have this ``max_steps`` now.
+
+        Raises:
+            UnsupportedError: user code has changed it since several groups began.
+        """
+        if self.is_counted_together and self._begun_with not in (None, max_steps):
+            raise UnsupportedError(
+                f"max_steps has changed from {self._begun_with} to {max_steps} inside a fit, and several groups were"
+                " dealt the samples of as many steps as it was: set trainer.should_stop = True to end the run earlier,"
+                " change it between two fits, or use groups=1"
+            )
+        return self.step_limit
 
     @property
     def is_limit_reached(self) -> bool:

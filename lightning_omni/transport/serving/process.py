@@ -343,7 +343,7 @@ def supervise(is_over: Callable[[], bool], tell: Callable[[str], None], wake_on:
         tell(f"the parameter server's process {how}; another one continues" + f" in {pause:.0f} s" * bool(pause))
         while pause > 0:
             if is_over():
-                return 0
+                return _FAILED
             time.sleep(min(_PAUSE, pause))
             pause -= _PAUSE
 

@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -20,7 +19,7 @@ from lightning_omni.strategy.arguments import refuses_unknown
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.strategy.namespaces import need_namespace
 from lightning_omni.tuning.callback.online_tuner import frequent_switches
-from lightning_omni.tuning.callback.tuned_fit import MONITORED, Fit, JoinedFit, TunedFit, may_form_groups
+from lightning_omni.tuning.callback.tuned_fit import Fit, JoinedFit, TunedFit, may_form_groups
 from lightning_omni.tuning.callback.tuned_run import TunedRun, TunerOptions, TunerState, last_choice, strategy_of
 from lightning_omni.tuning.report import Round
 from lightning_omni.tuning.search import Choice, Search, Space
@@ -40,14 +39,6 @@ _LARGER = {"acc", "accuracy", "auc", "auroc", "f1", "precision", "recall", "dice
 """Words in the names of metrics that are better if larger."""
 
 
-@dataclass(frozen=True)
-class RemoteResults:
-    searches: list[Search] = field(default_factory=list)
-    choice: Choice | None = None
-    problem: str = ""
-    folder: Path | None = None
-
-
 class OmniTunerHooks(_CallbackBase):
     """A callback that chooses groups, method, momentum and learning rate for the shortest predicted time to the target.
 
@@ -63,14 +54,14 @@ class OmniTunerHooks(_CallbackBase):
 
     Args:
         target: value of ``monitor`` that is to be reached soonest; None for the lowest loss at the end of the run.
-        monitor: name of a logged metric, which is compared with ``target`` at validations.
+        monitor: name of a logged metric, which is compared with ``target`` at validations, for the report alone.
         space: the search space: any of ``"groups"``, ``"method"``, ``"period"``, ``"compression"``, ``"overlap"``,
             ``"all_reduce"``, ``"momentum"``, ``"lr"``, ``"rebalance"``, each a value, a list, or the smallest and the
             largest value: ``{"groups": [1, 2, 4], "momentum": 0.9}``. By default groups are powers of two and the
             number of ranks, momentum is 0 to 0.95 (or up to yours, if that is larger), the learning rate follows them,
             and batches may be split by speed; how groups exchange, and how their members average gradients, is searched
             unless the strategy has ``method=``, ``compression=`` or ``overlap=``.
-        budget: part of the run's time that choosing and forming groups may take, from 0 to below 1. 0 changes nothing.
+        budget: part of the run's time that choosing and forming groups may take, above 0 and below 1.
         retune_every: epochs between two checks, at an epoch's end, whether the setting is still the best; there are
             others inside epochs. None for no checks.
         mode: ``"min"`` or ``"max"``: whether a smaller or a larger ``monitor`` is better; None decides by its name
@@ -100,7 +91,7 @@ class OmniTunerHooks(_CallbackBase):
     def __init__(
         self,
         target: float | None = None,
-        monitor: str = MONITORED,
+        monitor: str = "val_loss",
         space: Mapping[str, Any] | None = None,
         budget: float = 0.1,
         retune_every: int | None = 1,
@@ -115,8 +106,8 @@ class OmniTunerHooks(_CallbackBase):
         check_number(
             "budget",
             budget,
-            "the part of the run's time that choosing and forming groups may take, from 0 to below 1, such as 0.1",
-            0,
+            "the part of the run's time that choosing and forming groups may take, above 0 and below 1, such as 0.1",
+            above=0,
             below=1,
         )
         check_kind("space", space, (Mapping, type(None)), "a dictionary, or None")
@@ -132,53 +123,52 @@ class OmniTunerHooks(_CallbackBase):
                 ' better; pass mode="min" or mode="max"'
             )
         check_whole("seed", seed, "a whole number from 0 up", high=_MOST_SEED)
-        self._space = dict(space or {})
-        self._further = Space.of(self._space, ranks=1 << 30).further
-        self.target, self.monitor, self.budget = plain(target), monitor, plain(budget)
-        self.retune_every, self.seed = plain(retune_every), plain(seed)
-        self._mode = mode or ("min" if is_lower_better else "max")
+        given = dict(space or {})
+        self._options = TunerOptions(
+            target=plain(target),
+            monitor=monitor,
+            is_lower_better=mode == "min" if mode is not None else is_lower_better,
+            budget=plain(budget),
+            space=given,
+            further=Space.of(given, ranks=1 << 30).further,
+            retune_every=plain(retune_every),
+            seed=plain(seed),
+        )
         self._fit: Fit | None = None
         self._kept: dict[str, Any] = {}
-        self._remote = RemoteResults()
+        self._problem, self._folder = "", ""  # of a fit in other processes
         self._stage = ""
-
-    @property
-    def _options(self) -> TunerOptions:
-        return TunerOptions(
-            target=self.target,
-            monitor=self.monitor,
-            is_lower_better=self._mode == "min",
-            budget=self.budget,
-            space=self._space,
-            further=self._further,
-            retune_every=self.retune_every,
-            seed=self.seed,
-        )
 
     @property
     def omni_settings(self) -> str:
         """Return the settings that groups share."""
-        return f"(space={dict(sorted(self._space.items()))}, budget={self.budget})"
+        return f"(space={dict(sorted(self._options.space.items()))}, budget={self._options.budget})"
 
     @property
     def searches(self) -> list[Search]:
         """Return the run's searches."""
-        return self._remote.searches if self._fit is None else self._fit.run.searches
+        if self._fit is not None:
+            return self._fit.run.searches
+        return [Round.from_dict(each).search for each in self._kept.get("searches", ())]
 
     @property
     def choice(self) -> Choice | None:
         """Return the latest choice, on rank 0."""
-        return self._remote.choice if self._fit is None else self._fit.run.choice
+        if self._fit is not None:
+            return self._fit.run.choice
+        return last_choice(self.searches, TunerState.from_dict(self._kept))
 
     @property
     def problem(self) -> str:
         """Return why nothing was searched."""
-        return self._remote.problem if self._fit is None else self._fit.run.problem
+        return self._problem if self._fit is None else self._fit.run.problem
 
     @property
     def folder(self) -> Path | None:
         """Return the report's folder, on rank 0."""
-        return self._remote.folder if self._fit is None else self._fit.run.folder
+        if self._fit is not None:
+            return self._fit.run.folder
+        return Path(self._folder) if self._folder else None
 
     # --- Set-up -------------------------------------------------------------------------------------------------------
 
@@ -203,12 +193,11 @@ class OmniTunerHooks(_CallbackBase):
     def on_omni_launch(self, trainer: Trainer) -> None:
         """Start a server for several groups, and import slow libraries, while the other ranks start."""
         self._load_libraries()
-        if self.budget > 0 and may_form_groups(self._options, trainer):
+        if may_form_groups(self._options, trainer):
             strategy_of(trainer).parts.launching.prepare_server()
 
     def _load_libraries(self) -> None:
-        if self.budget > 0:
-            threading.Thread(target=_import_libraries, name="omni-libraries", daemon=True).start()
+        threading.Thread(target=_import_libraries, name="omni-libraries", daemon=True).start()
 
     @override
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -218,7 +207,7 @@ class OmniTunerHooks(_CallbackBase):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._fitting.epoch_starts()
+        self._fitting.interrupted()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -239,7 +228,7 @@ class OmniTunerHooks(_CallbackBase):
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit is not None:
-            self._fit.validation_starts()
+            self._fit.interrupted()
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -276,11 +265,7 @@ class OmniTunerHooks(_CallbackBase):
 
     def take_omni_results(self, results: dict[str, Any]) -> None:
         """Load the results of rank 0's process in the script's process."""
-        self._kept = results["state"]
-        searches = [Round.from_dict(each).search for each in self._kept.get("searches", ())]
-        choice = last_choice(searches, TunerState.from_dict(self._kept)) if searches else None
-        folder = Path(results["folder"]) if results["folder"] else None
-        self._remote = RemoteResults(searches, choice, results["problem"], folder)
+        self._kept, self._problem, self._folder = results["state"], results["problem"], results["folder"]
 
     @property
     def _fitting(self) -> Fit:

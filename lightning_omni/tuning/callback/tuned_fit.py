@@ -5,8 +5,6 @@ Rule: in a `TunedFit` rank 0 decides, and sends its decision to the others befor
 
 from __future__ import annotations
 
-import difflib
-import math
 import socket
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -38,25 +36,13 @@ if TYPE_CHECKING:
     from pytorch_lightning import Trainer
 
 
-MONITORED = "val_loss"
-"""The default metric."""
-
-
-def _missing(name: str, logged: Iterable[str]) -> str:
-    known = sorted(each for each in logged if each.removesuffix("_step").removesuffix("_epoch") == each)
-    near = difflib.get_close_matches(name, known, n=1)
-    meant = f"did you mean {near[0]!r}? " if near else ""
-    there = f"Logged are {', '.join(known)}" if known else "Nothing is logged"
-    return f"monitor={name!r}: no metric of that name is logged; {meant}{there}"
-
-
 # --- Fits -------------------------------------------------------------------------------------------------------------
 
 
 def may_form_groups(options: TunerOptions, trainer: Trainer) -> bool:
     groups = options.space.get("groups")
     is_one = list(groups) == [1] if isinstance(groups, Iterable) else groups == 1
-    return options.budget > 0 and trainer.world_size > 1 and not is_one
+    return trainer.world_size > 1 and not is_one
 
 
 class Fit:
@@ -71,17 +57,14 @@ class Fit:
     def begin(self) -> None:
         """Act before the first batch; the groups are formed."""
 
-    def epoch_starts(self) -> None:
-        """Act before the batches of an epoch."""
+    def interrupted(self) -> None:
+        """Act before the batches of an epoch, and before a validation: the time until the next batch is none of its."""
 
     def batch_starts(self) -> None:
         """Act before a batch."""
 
     def batch_done(self, outputs: Any, batch_idx: int) -> None:
         """Act after a batch."""
-
-    def validation_starts(self) -> None:
-        """Act before a validation."""
 
     def validated(self) -> None:
         """Act after a validation, also the one before the first batch."""
@@ -102,8 +85,6 @@ class TunedFit(Fit):
     def __init__(self, run: TunedRun) -> None:
         super().__init__(run)
         self._check(run.strategy, run.options)
-        self._logged: set[str] = set()
-        self._validations = 0
         self.space = FitSpace(run)
         self.applied = AppliedSetting(run, self.space)
         self.speeds = SpeedRecord(run)
@@ -126,24 +107,16 @@ class TunedFit(Fit):
                 f'space={{"all_reduce": {options.space["all_reduce"]!r}}} and ddp_comm_hook=: both say how'
                 " gradients are averaged; leave one of them out"
             )
-        if options.budget and strategy.parts.merged:
+        if strategy.parts.merged:
             raise ConfigurationError(
                 f"OmniTuner and merged={strategy.parts.merged.name!r}: groups change while they train, and a merged"
-                " head belongs to the groups that began with it; leave merged= out, or pass OmniTuner(budget=0)"
+                " head belongs to the groups that began with it; leave one of them out"
             )
-        if options.budget:
-            strategy.parts.user_groups.begin_in_one_group()
+        strategy.parts.user_groups.begin_in_one_group()
 
     @override
     def fit_starts(self) -> None:
-        run, monitor = self.run, self.run.options.monitor
-        if run.options.target is None and monitor != MONITORED:
-            run.info(f"OmniTuner: monitor={monitor!r} is not used: it is compared with target=, and there is none")
-        elif run.options.target is not None and not run.trainer.enable_validation:
-            raise ConfigurationError(
-                f"target= is compared with monitor={monitor!r} when the run validates, and this one never does; pass"
-                " validation data, or target=None"
-            )
+        run = self.run
         if may_form_groups(run.options, run.trainer) and not self.space.why_impossible(2):
             run.world.connection.start_server()
         else:
@@ -159,10 +132,8 @@ class TunedFit(Fit):
             return
         try:
             hyperparameters = run.hyperparameters()
-            if run.options.budget:
-                hyperparameters.check_schedules()
         except ConfigurationError as error:
-            may_split = bool(run.options.budget) and self.space.may_rebalance and not is_fast_dev_run(run.trainer)
+            may_split = self.space.may_rebalance and not is_fast_dev_run(run.trainer)
             self._disable(str(error), may_split=may_split)
             return
         known = [rank for rank, _ in run.state.speeds] or list(range(run.state.ranks))
@@ -173,14 +144,14 @@ class TunedFit(Fit):
         if run.may_change_inside:  # the third window may show a flat loss
             run.strategy.parts.epochs.check_every = c.FEWEST_WINDOWS * c.SHORTEST_WINDOW * run.batch(run.world.size)
             run.strategy.parts.epochs.on_check = self._synchronized
-        if run.options.budget and run.world.size > 1:  # all ranks are one group
+        if run.world.size > 1:  # all ranks are one group
             run.hosts = tuple(dict.fromkeys(gather_values(run.world, socket.gethostname(), str)))
         if run.state.setting is not None:
             self._resume()
         else:
             run.state.ranks = run.world.size
-            if not run.options.budget or run.world.size == 1:
-                self._disable("one rank is one group" if run.options.budget else "budget=0")
+            if run.world.size == 1:
+                self._disable("one rank is one group")
                 return
             if not run.may_change_again(run.trainer.current_epoch):
                 self._disable("groups can change at ends of epochs only, and no epoch follows this one")
@@ -202,11 +173,10 @@ class TunedFit(Fit):
         run.info(f"OmniTuner: the run is resumed {how}: searching again")
         if run.state.own is not None:
             hyperparameters.set_momentum(run.state.own.momentum)
-        hyperparameters.scale(1 / run.state.scaled)
         run.forget()
 
     def _resume(self) -> None:
-        """Resume a run with its chosen setting; the checkpoint has restored rates and momentum."""
+        """Resume a run with its chosen setting."""
         run, state = self.run, self.run.state
         run.strategy.parts.grouping.merge()  # they may exchange by another method, whose optimizer state is elsewhere
         if problem := self._why_not_resumed:
@@ -216,14 +186,9 @@ class TunedFit(Fit):
         if state.unfinished:
             self.online.begin_again("the checkpoint was saved before anything was chosen, or used")
             return
-        run.hyperparameters().make_default()
         if state.before_trial is not None or not self.applied.is_user_setting:
             self.applied.capture()
-        if state.before_trial is not None:
-            self.applied.end_trial(None)
-        else:
-            self.applied.form(run.setting, dict(state.speeds) or None, bool(state.speeds))
-            self.applied.watch(math.nan, keeps=True)
+        self.applied.resume(state.before_trial or run.setting)
 
     @property
     def _why_not_resumed(self) -> str:
@@ -239,7 +204,7 @@ class TunedFit(Fit):
     # --- Training -----------------------------------------------------------------------------------------------------
 
     @override
-    def epoch_starts(self) -> None:
+    def interrupted(self) -> None:
         self.speeds.throughput.interrupt()
         self.online.interrupted()
 
@@ -265,24 +230,11 @@ class TunedFit(Fit):
             self.online.begin_again(reason)
 
     @override
-    def validation_starts(self) -> None:
-        self.online.interrupted()
-
-    @override
     def validated(self) -> None:
-        run, options = self.run, self.run.options
-        metrics = run.trainer.callback_metrics
-        self._logged |= set(metrics)
-        if run.trainer.sanity_checking:
+        trainer = self.run.trainer
+        if trainer.sanity_checking:
             return
-        self.speeds.throughput.interrupt()
-        self._validations += 1
-        if options.target is not None and self._validations == 2:  # metrics of an epoch's end appear in the second
-            is_missing = options.monitor not in self._logged
-            # While groups train, all have the same metrics, but at different times.
-            if is_missing if run.world.is_computing else run.broadcast(is_missing):
-                raise ConfigurationError(_missing(options.monitor, self._logged))
-        if (value := metrics.get(options.monitor)) is not None:
+        if (value := trainer.callback_metrics.get(self.run.options.monitor)) is not None:
             self.reports.validated(float(value))
         self._check_in_mid_epoch()
 
@@ -303,7 +255,7 @@ class TunedFit(Fit):
         """
         if self.applied.has_diverged:
             self.reports.chosen(self.applied.roll_back())
-            self.speeds.changed(in_mid_epoch=not ends_epoch)
+            self.speeds.changed()
             return
         self.plateau.synchronized(ends_epoch)
         if self.plateau.has_learnt:
@@ -317,7 +269,7 @@ class TunedFit(Fit):
 
     def _synchronized(self) -> None:
         self._check_in_mid_epoch()
-        self.epoch_starts()
+        self.interrupted()
 
     @override
     def ended(self) -> None:
@@ -333,6 +285,7 @@ class TunedFit(Fit):
         self.online.close()
         self.run.strategy.parts.epochs.check_every = 0
         self.applied.rollback_point = self.plateau.trial = None  # copies of all weights
+        self.run.world.rate_factor = 1.0  # another fit of the strategy may have no tuner
         self.run.end()
 
     @override
@@ -410,7 +363,7 @@ class JoinedFit(Fit):
     @override
     def begin(self) -> None:
         run = self.run
-        if run.options.budget and self._space.rebalance and len(run.world.members) > 1:
+        if self._space.rebalance and len(run.world.members) > 1:
             AppliedSetting(run, FitSpace(run)).split_by_speed()  # it changes nothing but the speed
         try:
             hyperparameters = self._hyperparameters = self._tunable_hyperparameters()
@@ -425,16 +378,13 @@ class JoinedFit(Fit):
         if not hyperparameters.is_momentum_free:
             self._space = replace(self._space, momentum=(hyperparameters.momentum, hyperparameters.momentum))
         hyperparameters.make_default()  # a group that joins later has the momentum that the others have by now
+        run.world.rate_factor = run.state.scaled
 
     def _tunable_hyperparameters(self) -> Hyperparameters:
         run, method = self.run, self.run.world.method
-        if not run.options.budget:
-            raise ConfigurationError("budget=0")
         if method.updates_per_batch(2) == 1:
             raise ConfigurationError(f"with {method} they do not depend on the number of groups")
-        hyperparameters = Hyperparameters.of(run.trainer)
-        hyperparameters.check_schedules()
-        return hyperparameters
+        return Hyperparameters.of(run.trainer)
 
     @override
     def batch_done(self, outputs: Any, batch_idx: int) -> None:
@@ -450,8 +400,7 @@ class JoinedFit(Fit):
         setting = follow_groups(run.own, groups, run.world.method, hyperparameters.scaling, self._space)
         hyperparameters.set_momentum(setting.momentum)
         hyperparameters.make_default()
-        hyperparameters.scale(setting.lr / run.own.lr / state.scaled)
-        state.setting = setting
+        state.setting, run.world.rate_factor = setting, setting.lr / run.own.lr
         run.info(f"OmniTuner: trains with {setting}, as suits the number of groups in the run")
         log(run.trainer, {"omni/groups": float(groups), "omni/momentum": setting.momentum, "omni/lr": setting.lr})
 

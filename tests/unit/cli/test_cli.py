@@ -150,6 +150,8 @@ def test_a_port_that_there_is_not_is_refused_instead_of_another_being_listened_o
         (["--threads", "0"], "--threads 0: pass a number above 0"),
         (["--heartbeat-timeout", "0"], "--heartbeat-timeout 0.0: pass 2s or more"),
         (["--allow-optimizer", "Mine"], "--allow-optimizer Mine: pass module:Class"),
+        (["--allow-optimizer", "torch.optim:Nope"], "cannot import the optimizer torch.optim:Nope"),
+        (["--allow-module", "torch.nn:Nope"], "cannot import the module class torch.nn:Nope"),
         (["--allow-module", "mine:A,mine:"], "--allow-module mine:A,mine:: pass module:Class"),
         (["--save-every", "5s"], "--save-every 5s: it is for --state, which is missing; pass both"),
         (["--record", "run.jsonl"], "--record run.jsonl: a record is of one run; pass --once, too"),

@@ -1439,7 +1439,7 @@ def test_a_group_joins_before_the_others_have_made_their_validation_loaders(run:
 def test_a_group_whose_tuner_chooses_from_another_space_is_refused_and_the_run_goes_on(run: Run) -> None:
     first = run.start("a", {"epochs": 2, "tuner": {"space": {"momentum": [0.0, 0.3]}}, "hold": [1]})
     run.wait_for("a0-in-1")
-    for number, given in enumerate(({"space": {"momentum": [0.8, 0.9]}}, {"budget": 0.0})):
+    for number, given in enumerate(({"space": {"momentum": [0.8, 0.9]}}, {"budget": 0.2})):
         other = run.start(f"b{number}", {"epochs": 2, "tuner": given})
         assert other.end(PATIENCE) != 0
         assert "run that this group joins has: OmniTuner(space={'momentum': [0.0, 0.3]}, budget=0.1)" in other.output

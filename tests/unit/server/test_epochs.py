@@ -49,6 +49,17 @@ def test_over_is_said_only_when_everything_is_trained() -> None:
     assert ask(epochs, 1, 1) == [(0, "over"), (1, "over")]
 
 
+def test_members_hear_alike_whether_a_batch_is_their_groups_last_one_even_if_others_samples_come_back() -> None:
+    epochs = opened(total=4)
+    draw(epochs, 0, 0), draw(epochs, 1, 0)
+    assert draw(epochs, 0, 1) == [], "the first member closes its accumulation window"
+    epochs.evict(1)
+    assert draw(epochs, 0, 1) == [], "and so does the second one"
+    assert ask(epochs, 0, 1, rank=0) == [(0, "more")]
+    assert draw(epochs, 0, 1) == [Batch(2, 4, 0)]
+    assert ask(epochs, 0, 1, rank=2) == [(2, "more")]
+
+
 @pytest.mark.parametrize(("stop", "said"), [("", "over"), ("end", "stop:end")])
 def test_the_state_is_saved_at_once_when_an_epoch_has_ended_for_its_samples_are_not_dealt_out_again(
     stop: str, said: str

@@ -1057,3 +1057,14 @@ def test_a_file_that_is_no_trace_is_refused(tmp_path: Path) -> None:
             Trace.load(tmp_path / path)
     with pytest.raises(ConfigurationError, match="metric='recall'"):
         run(evaluate=accuracy).time_to("recall", 1)
+
+
+def test_a_short_batch_of_several_members_is_dealt_in_pairs_and_replayed_so() -> None:
+    data, events = TensorDataset(INPUTS[:7], LABELS[:7]), list[Event]()
+    options: dict[str, Any] = {"data": data, "batch_size": 2, "limits": Limits(epochs=1), "record": events.append}
+    trace = run("async_sgd", Topology(((0, 1), (2, 3))), computation=Computation(members_apart=True), **options)
+    assert trace.work["samples"].tolist() == [2, 2, 2, 2], "two of three samples are trained by both members"
+    samples = Samples(data, seed=0)
+    again = replay(events, new_model(), loss, lambda *where: samples.batch(samples.at(*where)), sgd)
+    for name, weight in again.weights.items():
+        assert np.array_equal(weight.numpy(), trace.weights[name])

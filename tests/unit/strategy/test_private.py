@@ -8,6 +8,7 @@ import inspect
 import logging
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
 from types import SimpleNamespace
@@ -37,19 +38,22 @@ from torch import Tensor
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.tensor import DTensor, Shard
 from torch.optim.swa_utils import AveragedModel
-from torch.utils.data import DataLoader
+from torch.utils.data import DataLoader, TensorDataset
 
+from lightning_omni.errors import ConfigurationError
 from lightning_omni.runtime._private import (
     _states_of_gloo,
     check_reduced,
     collectives_of,
     forget_meshes,
+    iterated_datasets,
     new_named_group,
     root_mesh,
     store_of,
 )
 from lightning_omni.runtime.loop_checks import failed_at_one_place, forget
 from lightning_omni.runtime.process_groups import ProcessGroups
+from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.strategy.lightning_internals.callbacks import (
     _RECORD_ATTRIBUTES,
     add_listener,
@@ -230,7 +234,7 @@ class Epochs:
     validation: bool | None = None
 
     def __init__(self) -> None:
-        self.run = SimpleNamespace(step_limit=None)
+        self.run: Any = SimpleNamespace(step_limit=None, limit_for=lambda max_steps: self.run.step_limit)
         self.schedulers = SimpleNamespace(step=self.step_schedule)
         self.schedules: list[Any] = []
 
@@ -748,3 +752,25 @@ def test_epochs_in_which_loaders_were_made_are_told_and_set() -> None:
 def test_metrics_are_known_without_being_computed(trainer: Trainer) -> None:
     set_cached_metrics(trainer, {"loss": 0.5})
     assert cached_metric_values(trainer) == {"loss": 0.5}
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_the_data_that_loaders_iterate_are_found(workers: int) -> None:
+    held, idle = (DataLoader(TensorDataset(torch.ones(size)), num_workers=workers) for size in (2, 3))
+    for _ in held:
+        assert held.dataset in iterated_datasets()
+        assert idle.dataset not in iterated_datasets()
+
+
+@pytest.mark.usefixtures("default_group")
+@pytest.mark.parametrize(
+    ("place", "groups", "is_refused"), [((1, 0, 2), None, False), ((1, 0, 1), None, True), ((1, 0, 1), 1, False)]
+)
+def test_ranks_that_are_not_numbered_node_by_node_are_refused(
+    place: tuple[int, int, int], groups: int | None, is_refused: bool
+) -> None:
+    node, local, rank = place
+    strategy: Any = SimpleNamespace(num_nodes=2, num_processes=2, node_rank=node, local_rank=local, global_rank=rank)
+    strategy.world_options, strategy.root_device = SimpleNamespace(groups=groups), torch.device("cpu")
+    with pytest.raises(ConfigurationError, match="--distribution=block") if is_refused else nullcontext():
+        assert OmniStrategyHooks._ranks_per_node(strategy) == [2, 2]

@@ -26,7 +26,7 @@ from torch.nn import Parameter
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
 from lightning_omni import FSDP, Compression, Elastic, Server
-from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedError
+from lightning_omni.errors import ConfigurationError, OmniError, RankLost, UnsupportedError
 from lightning_omni.methods import LocalSGD
 from lightning_omni.methods.model.replica import Replica, load_optimizer_state
 from lightning_omni.methods.model.server_optimizer import Master, check_servable, describe, hyperparameters_of, rebuild
@@ -38,6 +38,7 @@ from lightning_omni.runtime.model.buffer_sync import buffers_of, merge
 from lightning_omni.runtime.model.external_writes import ExternalWrites
 from lightning_omni.runtime.model.reduction import Reduction
 from lightning_omni.runtime.model.replica import ModelReplica
+from lightning_omni.runtime.model.tensor_sync import take_from_rank_zero
 from lightning_omni.runtime.model.wrapping import ranks_elsewhere
 from lightning_omni.runtime.parallel_state import default_device
 from lightning_omni.runtime.process_groups import LiveWorld, device_types, register
@@ -360,13 +361,20 @@ def test_an_attribute_that_others_change_reaches_the_server_where_groups_synchro
     replica.layout, exchange = None, SimpleNamespace(read_weights=nothing, peers=SimpleNamespace(grow=nothing))
     edits = ExternalWrites(place, cast(Any, exchange), cast(Any, states))
     edits.begin()
-    edits.follow()
+    edits.follow(nothing)
     assert theirs == []
     optimizer.rates[0] = 0.2
-    edits.follow()
+
+    def refuse() -> None:
+        raise ConfigurationError("the ranks' optimizers do not hold the same parameters")
+
+    with pytest.raises(ConfigurationError, match="do not hold the same parameters"):
+        edits.follow(refuse)
+    assert theirs == [], "nothing is handed over that other ranks cannot read"
+    edits.follow(nothing)
     edits.check(cast(Any, part))
     vars(optimizer)["noted"] = 1  # what others add, its step does not read
-    edits.follow()
+    edits.follow(nothing)
     edits.check(cast(Any, part))
     assert theirs == [{"rates": [0.2]}]
     optimizer.rates = [0.3]
@@ -1046,6 +1054,22 @@ def test_the_rank_that_was_to_get_a_sum_gets_it_though_another_dies_in_the_colle
 
 
 @pytest.mark.usefixtures("alone")
+def test_a_broadcast_whose_source_dies_says_so_and_weights_that_were_to_be_copied_stay() -> None:
+    register()
+    group, mine = dist.new_group([0], backend="omni"), torch.ones(2)
+    assert isinstance(group, LiveWorld)
+    exchange = Contributions(lambda payload: [(1, payload)])  # rank 0 dies
+    group.connect(exchange.synchronize, 1)
+    group.ranks = [0, 1]
+    with pytest.raises(RankLost, match="rank 0 was lost in a broadcast"):
+        dist.broadcast_object_list([""], src=0, group=group)
+    group.ranks = [0, 1]
+    take_from_rank_zero([("weight", mine)], group)
+    assert mine.tolist() == [1.0, 1.0]
+    dist.destroy_process_group(group)
+
+
+@pytest.mark.usefixtures("alone")
 def test_a_collective_that_is_not_offered_among_all_groups_says_which_are() -> None:
     register()
     group, one = dist.new_group([0], backend="omni"), torch.ones(1)
@@ -1319,3 +1343,17 @@ def test_what_an_optimizer_that_wraps_another_has_learnt_is_kept_in_the_form_of_
     load_optimizer_state(again, replica.state()["optimizer"])
     assert again.averages == optimizer.averages == [Tensor([1.0])]
     assert torch.equal(again.state[resumed.ordered[0]]["momentum_buffer"], torch.ones(3))
+
+
+@pytest.mark.parametrize(
+    ("begun", "now", "is_several", "is_refused"),
+    [(8, 8, True, False), (8, 12, True, True), (-1, 4, True, True), (8, 12, False, False), (None, 12, True, False)],
+)
+def test_max_steps_that_change_inside_a_fit_of_several_groups_are_refused(
+    begun: int | None, now: int, is_several: bool, is_refused: bool
+) -> None:
+    run = EpochDriver("dynamic", print, print).run
+    run._begun_with, run.is_counted_together, run.step_limit = begun, is_several, 3
+    says = rf"^max_steps has changed from {begun} to {now} inside a fit.*should_stop = True.*groups=1$"
+    with pytest.raises(UnsupportedError, match=says) if is_refused else nullcontext():
+        assert run.limit_for(now) == 3

@@ -53,10 +53,10 @@ def test_a_setting_with_it_travels_and_a_tuner_takes_it() -> None:
     setting = Setting(2, 0.9, 0.1, further=(("wire", "int8"),))
     assert Setting.from_dict(json.loads(json.dumps(setting.to_dict()))) == setting
     assert str(setting) == "2 groups, wire int8, momentum 0.9, lr 0.1"
-    OmniTuner(space={"wire": Wire()}, budget=0)
-    OmniTuner(space={"compression": "int8"}, budget=0)  # the dimension that every run has
+    OmniTuner(space={"wire": Wire()})
+    OmniTuner(space={"compression": "int8"})  # the dimension that every run has
     with pytest.raises(ConfigurationError, match="sent"):
-        OmniTuner(space={"sent": "int8"}, budget=0)
+        OmniTuner(space={"sent": "int8"})
 
 
 # --- Constants -------------------------------------------------------------------------------------------------------
