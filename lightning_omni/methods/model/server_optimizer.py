@@ -43,7 +43,6 @@ class Master:
         optimizer: the user's optimizer over exactly these parameters; None if the workers' own optimizers step.
         clock: number of updates that the values already contain.
         first: number of parameters before any were added; None for all.
-        servers: number of servers whose partitions this master holds, as in a simulation.
     """
 
     def __init__(
@@ -52,14 +51,12 @@ class Master:
         optimizer: Optimizer | None,
         clock: int = 0,
         first: int | None = None,
-        servers: int = 1,
     ) -> None:
         self.parameters = dict(parameters)
         self.optimizer = optimizer
         self.clock = clock
         self._ordered = list(self.parameters.values())
         self._first = len(self._ordered) if first is None else first
-        self._servers = servers
         self._fragments = [self._ordered]
         self._detached: dict[Tensor, Any] = {}
         self._has_checked_state = False
@@ -84,7 +81,7 @@ class Master:
         weights = self.weights()
         self._fragments = [
             [Parameter(piece, requires_grad=piece.is_floating_point()) for piece in read(weights, pieces)]
-            for pieces in cut(sizes_of(weights), fragments, self._first, self._servers)
+            for pieces in cut(sizes_of(weights), fragments, self._first)
         ]
 
     def fragment(self, number: int | None) -> list[Parameter]:
