@@ -423,7 +423,7 @@ def test_a_schedule_on_a_validations_metric_is_stepped_alike_in_an_epoch_that_en
 def test_limits_of_numpy_are_plain_numbers() -> None:
     strategy = OmniStrategy(groups=1)
     trainer_of(strategy=strategy, max_steps=np.int64(3)).fit(Line())
-    assert type(strategy.parts.epochs.run.max_steps) is int
+    assert type(strategy.parts.epochs.run.limits.max_steps) is int
 
 
 def test_a_strategy_ends_its_fit_where_a_plugin_cannot_end() -> None:

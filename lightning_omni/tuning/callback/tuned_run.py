@@ -264,7 +264,7 @@ class TunedRun:
 
     @property
     def epochs(self) -> float:
-        most, steps = self.trainer.max_epochs, self.strategy.parts.epochs.run.max_steps
+        most, steps = self.trainer.max_epochs, self.strategy.parts.epochs.run.limits.max_steps
         limits = [] if most in (None, -1) else [float(most or 0)]
         limits += [] if steps == -1 else [steps * self.window / self.batches]
         return float(min(limits, default=max(c.UNLIMITED, 2 * (self.trainer.current_epoch + 1))))
