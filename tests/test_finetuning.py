@@ -29,6 +29,7 @@ FITS = (
         "rescheduled",
         "gap",
         "stopped",
+        "by turns",
         "thawed inside",
         "odd",
     ),
@@ -74,7 +75,7 @@ def test_the_loss_falls_as_it_does_without_groups() -> None:
     assert len({tuple(losses) for losses in each("tuned", "val")}) == 1
 
 
-@pytest.mark.parametrize("name", ["thawed", "mean", "gossip", "outer", "regrouped", "written", "head"])
+@pytest.mark.parametrize("name", ["thawed", "by turns", "mean", "gossip", "outer", "regrouped", "written", "head"])
 def test_however_it_is_unfrozen_it_moves_and_all_ranks_evaluate_the_same(name: str) -> None:
     assert each(name, "error") == [""] * 4
     assert len({tuple(digests) for digests in each(name, "digests")}) == 1
