@@ -148,7 +148,7 @@ class Ensemble:
 
     def _stand_for(self, servers: int) -> None:
         """The one server cuts fragments out of the shares of several, as groups do."""
-        [served] = self.cores[0].optimizers
+        [served] = self.cores[0].store.all
         layout = served.layout = msgspec.structs.replace(served.layout, servers=servers)
         served._layouts = {len(layout.specs): layout}
         master, side = served.master, served.method_side
