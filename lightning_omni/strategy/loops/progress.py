@@ -70,7 +70,7 @@ class RunProgress:
             self._suspend_limit()
 
     def _suspend_limit(self) -> None:
-        """Have no limit until `start`, where the loop would compare this rank's own steps with max_steps."""
+        # Until `start`, the loop would compare this rank's own steps with max_steps.
         if self.trainer.max_steps != -1:
             self.step_limit = sys.maxsize
 
@@ -300,11 +300,7 @@ class RunProgress:
         self.step_limit = self.trainer.global_step
 
     def limit_for(self, max_steps: int) -> int | None:
-        """Return `step_limit` for loops that have this ``max_steps`` now.
-
-        Raises:
-            UnsupportedError: user code has changed it since several groups began.
-        """
+        """Return `step_limit`; raise `UnsupportedError` if the loops' ``max_steps`` has changed in mid-run."""
         if self.is_counted_together and self._begun_with not in (None, max_steps):
             raise UnsupportedError(
                 f"max_steps has changed from {self._begun_with} to {max_steps} inside a fit, and several groups were"

@@ -146,7 +146,7 @@ def test_a_state_that_a_full_disk_has_no_room_for_is_saved_when_there_is_room_ag
     assert len(caplog.records) == 1
     said, core = run.continued()
     assert "goes on with a run of 2 ranks" in said
-    assert core.clock == run.core.clock == 6
+    assert core.store.clock == run.core.store.clock == 6
 
 
 def test_a_server_that_goes_on_after_saves_that_failed_knows_all_that_ranks_were_told(run: SavedRun) -> None:
@@ -154,13 +154,13 @@ def test_a_server_that_goes_on_after_saves_that_failed_knows_all_that_ranks_were
         run.train()
         run.save()
         run.train()
-    assert run.core._epochs.book is not None
-    drawn = [run.core._epochs.book.drawn(group, 1) for group in (0, 1)]
+    assert run.core.epochs.book is not None
+    drawn = [run.core.epochs.book.drawn(group, 1) for group in (0, 1)]
     said, core = run.continued()
     assert "goes on with a run of 2 ranks" in said
-    assert core.clock == 0
-    assert core._epochs.book is not None
-    assert [core._epochs.book.drawn(group, 1) for group in (0, 1)] == drawn
+    assert core.store.clock == 0
+    assert core.epochs.book is not None
+    assert [core.epochs.book.drawn(group, 1) for group in (0, 1)] == drawn
 
 
 def test_after_a_gap_in_the_journal_no_server_goes_on_until_the_state_is_saved_again(
@@ -182,7 +182,7 @@ def test_after_a_gap_in_the_journal_no_server_goes_on_until_the_state_is_saved_a
     run.train()
     said, core = run.continued()
     assert "goes on with a run of 2 ranks" in said
-    assert core.clock == 6
+    assert core.store.clock == 6
 
 
 def test_a_server_that_is_started_after_a_gap_begins_anew_and_keeps_the_weights(
@@ -219,7 +219,7 @@ def test_a_directory_that_cannot_be_read_for_a_while_ends_no_run(
     assert "is saved in" in caplog.records[-1].getMessage()
     said, core = run.continued()
     assert "goes on with a run of 2 ranks" in said
-    assert core.clock == 2
+    assert core.store.clock == 2
 
 
 def test_a_run_after_one_whose_state_could_not_be_saved_is_saved(run: SavedRun) -> None:
@@ -274,10 +274,10 @@ def test_a_standing_server_whose_log_cannot_be_written_serves_on(
         threads=torch.get_num_threads(),
         allow_optimizers=(),
     )
-    options = Options(1, 0, "off", once=False, http=None, http_host="", key_file=None)
+    options = Options(1, once=False, http=None, http_host="", key_file=None)
     console, signals = Console(file=request.getfixturevalue(log)), StopSignals()
     RunLog(run.core, console).write(at_once=True)
-    assert run.core.observation.run_events
+    assert run.core.status_service.run_events
     before = [(number, signal.getsignal(number)) for number in (signal.SIGINT, signal.SIGTERM)]
     try:
         server = StandaloneServer(settings, options, console, signals, lifeline=None)
