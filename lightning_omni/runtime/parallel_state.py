@@ -100,6 +100,7 @@ class ParallelState:
             options.server.max_nonfinite_pushes,
             options.overlap,
         )
+        self.control: Control | None = None
         self.where: Callable[[], str] = str
         self.device = default_device(dist.get_backend()) if device is None else torch.device(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -128,10 +129,10 @@ class ParallelState:
         self._records = self.rank == RECORDER
         self._is_with_recorder = RECORDER in self.members
         self.generation = 0
-        self.control: Control | None = None
         self.parts: list[Part] = []
         self.names: dict[Parameter, str] = {}
         self.steps = 0
+        self.rate_factor = 1.0  # of all learning rates in steps of several groups; schedules and hooks set others
         self.server = RunServer(self.rank, options, ranks_per_node, self.shards if self.is_sharded else None)
         self.is_computing = self.is_entering = self.joined_since_sync = False
         self.ever_lost: set[int] = set()
@@ -152,9 +153,8 @@ class ParallelState:
     def _count_ranks_per_node(self) -> list[int]:
         """Return the number of ranks on each node, which may differ, as torchrun started them. All ranks call it."""
         local, host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)), zlib.crc32(socket.gethostname().encode())
-        before, after = [0] * 2 * self.rank, [0] * 2 * (self.size - self.rank - 1)
-        of_ranks = self._largest([*before, local, host, *after])
-        sizes, hosts, found = of_ranks[::2], of_ranks[1::2], list[int]()
+        sizes, hosts = zip(*self.process_groups.gather([local, host]), strict=True)
+        found = list[int]()
         if not all(sizes):  # srun and mpirun set no LOCAL_WORLD_SIZE
             found = [len([*of_host]) for _, of_host in groupby(hosts)]
             if len(found) > len(set(hosts)):
@@ -171,10 +171,9 @@ class ParallelState:
     def check_same(self, settings: Mapping[str, str]) -> None:
         """Raise `ConfigurationError` unless all ranks started together, which call it, have these settings."""
         remedy = "all ranks train in one run: pass the same on each of them, and set the same environment variables"
-        agree({f"setting {name}": text for name, text in settings.items()}, self.torch_rank, self._largest, remedy)
-
-    def _largest(self, numbers: Sequence[int]) -> list[int]:
-        return self.process_groups.largest(numbers, self.process_groups.original) if self.size > 1 else list(numbers)
+        agree(
+            {f"setting {name}": text for name, text in settings.items()}, self.torch_rank, self.all_reduce_max, remedy
+        )
 
     # --- Which rank is where ------------------------------------------------------------------------------------------
 
@@ -333,7 +332,7 @@ class ParallelState:
 
     @property
     def joins_running_run(self) -> bool:
-        """Return whether this rank's group joins, or has joined, a running run; see `GroupFormation.take_part`."""
+        """Return whether this rank's group joins, or has joined, a running run; see `Connection.take_part`."""
         return self.registration is not None and not self.registration.begins
 
     @property
@@ -385,13 +384,10 @@ class ParallelState:
 
     def split_of(self, part: Part, servers: int) -> Partition:
         """Return the division of an optimizer's parameters over so many servers."""
-        layout = part.replica.layout
         if servers == 1:
-            return Partition.whole(layout)
-        if part.split is None or part.split.layout is not layout or len(part.split.shares) != servers:
-            at_servers = None if self.steps_at_worker else part.optimizer
-            part.split = Partition.of(layout, servers, is_elementwise(self.method, at_servers))
-        return part.split
+            return Partition.whole(part.replica.layout)
+        at_servers = None if self.steps_at_worker else part.optimizer
+        return Partition.of(part.replica.layout, servers, is_elementwise(self.method, at_servers))
 
     @property
     def joined(self) -> Control:

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,7 +24,7 @@ from lightning_omni.methods.model.server_optimizer import describe, detach_state
 from lightning_omni.runtime.model.sharded import complete, gradient_of, here, like, load_state, parts_of, rows
 from lightning_omni.wire.formats.base import Memory, zeros_on
 from lightning_omni.wire.layout import DTYPES, Layout
-from lightning_omni.wire.partition import Partition, over_parameters
+from lightning_omni.wire.partition import over_parameters
 
 _LARGE = 1 << 16
 """Elements of a weight above which a comparison of all takes too long for a step."""
@@ -165,22 +164,12 @@ class ModelReplica(Replica):
         self._writes.remember(self.ordered, pulled.tensors)
 
     def overwrite(self, values: Sequence[Tensor], fragment: int | None = None, of: int = 1) -> None:
-        with self._without_own_frozen():
-            super().overwrite(values, fragment, of)
-        self._writes.mark(self.ordered)
-
-    def mix(self, pulled: Pulled, of: int, own: float = 0.0) -> None:
-        with self._without_own_frozen():
-            super().mix(pulled, of, own)
-        self._writes.remember(self.ordered, self.weights())
-
-    @contextmanager
-    def _without_own_frozen(self) -> Iterator[None]:
         kept = {name: here(self.parameters[name]).clone() for name in self.own_frozen()}
-        yield
+        super().overwrite(values, fragment, of)
         for name, value in kept.items():
             here(self.parameters[name]).copy_(value)
         complete(self.ordered)
+        self._writes.mark(self.ordered)
 
     def agreed(self, fragment: int | None = None, of: int = 1) -> list[bool]:
         own, names = self.own_frozen(), list(self.parameters)
@@ -321,8 +310,6 @@ class Part:
     empty: Callable[[int], Tensor]
     """Returns memory for exchanges with the server."""
     device: torch.device
-    split: Partition | None = None
-    """The division of its parameters over several servers, at the last exchange."""
     staleness: Counter[int] = field(default_factory=Counter)
     """Number of exchanges by staleness, since the last report; a loop without Lightning requests none."""
     head: tuple[str, Module] | None = None
