@@ -353,7 +353,7 @@ class Training:
             [Account(share, method.fragments) for share in self.members[0].split.shares] for _ in self.members
         ]
         for server, core in enumerate(self.run.cores):
-            self._watch(core.optimizers[0].method_side, server)
+            self._watch(core.store.all[0].method_side, server)
         self.losses = [self._loss(list(net().values()))]
         for epoch in range(EPOCHS):
             self._train(epoch)
@@ -416,9 +416,9 @@ class Training:
             Group.say(member, ask)
         pulled = {member: member.pulled_of(ask, member.hear()) for member, ask in asks.items()}
         self.run.arrive()
-        parts = [core.optimizers[0].master.weights() for core in self.run.cores]
+        parts = [core.store.all[0].master.weights() for core in self.run.cores]
         held = [each for each in self.members[0].split.merged(parts) if each is not None]
-        assert len({core.clock for core in self.run.cores}) == 1
+        assert len({core.store.clock for core in self.run.cores}) == 1
         for member, each in pulled.items():
             assert all(map(torch.equal, each.tensors, held)), "a rank has other weights than the servers"
             if self.run.method.steps_at == "server":

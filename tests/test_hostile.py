@@ -104,7 +104,7 @@ def test_bytes_that_were_overheard_open_nothing(encryption: str) -> None:
         assert eventually(lambda: serving.core.strangers >= counted + len(targets)), serving.core.strangers
         pushing.go_on(5)
         pushing.stop()
-        assert serving.core.clock == pushing.pushes
+        assert serving.core.store.clock == pushing.pushes
         assert serving.core.roster.members.keys() == {0}
     finally:
         pushing.close()

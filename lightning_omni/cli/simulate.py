@@ -20,9 +20,7 @@ from lightning_omni.cli.console import (
     make_folder,
     print_line,
     print_sentence,
-    show,
-    table_of,
-    tall_table_of,
+    show_table,
 )
 from lightning_omni.cli.simulate_settings import SimulationSettings
 from lightning_omni.cli.simulate_task import Task
@@ -276,8 +274,7 @@ def _title(settings: SimulationSettings) -> str:
 
 
 def _report(runs: Sequence[Run], task: Task, together: bool) -> None:
-    rows = [_row(each, task.target) for each in runs]
-    show(table_of(rows, left=("method", "ended")), tall_table_of(rows))
+    show_table([_row(each, task.target) for each in runs], left=("method", "ended"))
     if together:
         print_sentence(_of_rates(runs, task))
         if waiting := [each.entrant.name for each in runs if task.options["overlap"] and each.entrant.waits]:

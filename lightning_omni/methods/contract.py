@@ -93,8 +93,7 @@ class Total:
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.count, self.weight = int(state["count"]), float(state["weight"])
         self._sum = [None if tensor is None else tensor.clone() for tensor in state["sum"]]
-        known = [0 if tensor is None else self.count for tensor in self._sum]
-        self._counts = [int(count) for count in state.get("counts", known)]
+        self._counts = [int(count) for count in state["counts"]]
 
 
 Tensors = Sequence[Tensor | None]

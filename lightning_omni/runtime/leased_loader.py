@@ -220,7 +220,7 @@ class _LeasedLoader:
     is_for_user: Callable[[], bool]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy or pickle the loader that this one was made of: leases belong to one run."""
+        # What is copied or pickled is the loader that this one was made of: leases belong to one run.
         return _itself, (self.unleased,)
 
     @property

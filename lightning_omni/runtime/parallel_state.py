@@ -132,6 +132,7 @@ class ParallelState:
         self.parts: list[Part] = []
         self.names: dict[Parameter, str] = {}
         self.steps = 0
+        self.rate_factor = 1.0  # of all learning rates in steps of several groups; schedules and hooks set others
         self.server = RunServer(self.rank, options, ranks_per_node, self.shards if self.is_sharded else None)
         self.is_computing = self.is_entering = self.joined_since_sync = False
         self.ever_lost: set[int] = set()

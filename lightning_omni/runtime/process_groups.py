@@ -459,10 +459,7 @@ def is_of_a_collective(error: BaseException) -> bool:
 
 
 def _raised_first(error: BaseException) -> BaseException:
-    """Return the error of a collective, also where torch's logging has replaced it.
-
-    While a group computes, the default process group numbers its ranks from 0, and torch's logging may not find this
-    rank.
-    """
+    """Return the error of a collective, also where torch's logging has replaced it."""
+    # While a group computes, the default process group numbers its ranks from 0, and that may not find this rank.
     is_of_logging = type(error) is ValueError and "is not part of group" in str(error)
     return error.__context__ if is_of_logging and error.__context__ is not None else error

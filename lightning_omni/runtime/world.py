@@ -313,7 +313,7 @@ class World(ParallelState):
             raise closed
 
     def _wait_for_all(self, what: str) -> None:
-        """Wait for all ranks of a loop where groups are synchronized; an error names one that calls something else."""
+        # An error names a rank that calls something else.
         if self.executor.exchanges and not self.is_computing:
             self.process_groups.live.contribute(what, b"")
 

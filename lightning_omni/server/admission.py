@@ -10,12 +10,11 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from lightning_omni.errors import Refused
-from lightning_omni.server.membership.roster import Member
+from lightning_omni.server.replication import stand_in
 from lightning_omni.server.run_context import RunContext
-from lightning_omni.server.service import Out, Payload, Peer, Sender
+from lightning_omni.server.service import Out, Payload, Sender
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.handshake import OPENS_NOTHING, Challenges, server_mac
-from lightning_omni.wire.messages import servers as sm
 
 
 class Admission:
@@ -37,35 +36,6 @@ class Admission:
         self._key, self._challenges = key, Challenges[m.Hello](random)
         self._store, self._data_port, self._reconnect_timeout = run.store, data_port, reconnect_timeout
         self._attaching = Challenges[m.Attach](random, refusal=OPENS_NOTHING)
-        self._attached: dict[Peer, int] = {}
-        self._data_peers: dict[int, Peer] = {}
-
-    @property
-    def attached(self) -> set[Peer]:
-        out = self._roster.gone, self._roster.lost  # on servers other than 0, dead ranks are in the latter only
-        return {peer for peer, rank in self._attached.items() if not any(rank in ranks for ranks in out)}
-
-    def find(self, channel: m.Channel, peer: Peer) -> Member | None:
-        if channel == m.DATA:
-            return self._roster.members[self._attached[peer]] if peer in self._attached else None
-        return self._roster.by_peer(peer)
-
-    def member_of(self, channel: m.Channel, peer: Peer) -> Member:
-        member = self.find(channel, peer)
-        if member is not None:
-            return member
-        if channel == m.DATA:
-            raise Refused("stranger", "attach first: this data connection has not been admitted")
-        raise Refused("stranger", "say Hello first: this connection has not been admitted")
-
-    def leader_peer(self, group: int) -> Peer:
-        """Return the data connection of the group's member that exchanges with this server."""
-        return self._data_peers[self._roster.formed.exchanges_with(group, self._replication.number)]
-
-    def data_connection(self, rank: int) -> tuple[Peer, bytes] | None:
-        if rank not in self._data_peers or rank in self._roster.gone:
-            return None
-        return self._data_peers[rank], self._roster.members[rank].session
 
     def hello(self, sender: Sender, message: m.Hello, payload: Payload) -> list[Out]:
         return [Out(sender.peer, m.CONTROL, m.Challenge(nonce=self._challenges.ask(sender.peer, message)))]
@@ -81,18 +51,22 @@ class Admission:
             reconnect_timeout=self._reconnect_timeout(),
             clock=self._store.clock,
         )
-        self._replication.send_to_all(sm.AdmitRank(hello=hello, challenge=challenge, joins=self._roster.joining))
+        self._replication.send_to_all(self.follow, hello, challenge)
         return [Out(sender.peer, m.CONTROL, welcome)]
+
+    def follow(self, hello: m.Hello, challenge: bytes) -> None:
+        """Admit a rank that the coordinating server has admitted."""
+        self._roster.add_member(stand_in(hello.rank), hello, challenge, self._now())
+        self._roster.can_continue = self._roster.joining  # the coordinator reports the end
 
     def challenge(self, sender: Sender, message: m.Attach, payload: Payload) -> list[Out]:
         return [Out(sender.peer, m.DATA, m.AttachChallenge(nonce=self._attaching.ask(sender.peer, message)))]
 
     def attach(self, sender: Sender, message: m.AttachProof, payload: Payload) -> list[Out]:
         attach, challenge = self._attaching.proved(sender.peer, message.mac, self._session_of)
-        if attach.rank in self._data_peers:
+        if self._roster.members[attach.rank].data_peer:
             raise Refused("attached", f"rank {attach.rank} has a data connection already; it keeps that one")
-        self._attached[sender.peer] = attach.rank
-        self._data_peers[attach.rank] = sender.peer
+        self._roster.attach(attach.rank, sender.peer)
         mac = server_mac(self._session_of(attach), attach, challenge)
         return [Out(sender.peer, m.DATA, m.Attached(mac=mac))]
 

@@ -7,7 +7,7 @@ Rule 3: a rank may have a few open at a time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection
+from collections.abc import Callable
 from typing import NamedTuple
 
 import msgspec
@@ -18,7 +18,6 @@ from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service, as_tensor, bytes_of, nbytes_of
 from lightning_omni.server.training import Training
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.journal import GatheredEntry
 from lightning_omni.wire.messages.collectives import UPLOADED_ELSEWHERE
 
 MOST_OPEN = 16
@@ -44,64 +43,12 @@ class _Contribution(NamedTuple):
         return f"{self.what} ({self.where})" if self.where else self.what
 
 
-class Collectives:
-    """The open collectives.
+class Gathering(msgspec.Struct, frozen=True, array_like=True):
+    """A complete collective."""
 
-    Example:
-        >>> collectives = Collectives()
-        >>> collectives.contribute(0, 1, "barrier", b""), collectives.complete(live=[0, 1])
-        (None, [])
-        >>> collectives.contribute(0, 0, "barrier", b""), collectives.complete(live=[0, 1])
-        (None, [(0, [(0, b''), (1, b'')])])
-    """
-
-    def __init__(self) -> None:
-        self._open: dict[int, dict[int, _Contribution]] = {}
-
-    def contribute(
-        self, number: int, rank: int, what: str, payload: bytes | Tensor, where: str = "", is_stopping: bool = False
-    ) -> None:
-        """Add a rank's contribution. Unless ``is_stopping``, the error of a mismatch may suggest uneven data.
-
-        Raises:
-            ProtocolError: the rank opens it, and waits at too many others.
-            CollectiveMismatch: other ranks called another collective at the same point.
-        """
-        if number not in self._open and sum(rank in waiting for waiting in self._open.values()) >= MOST_OPEN:
-            raise ProtocolError(f"rank {rank} comes to collective {number}, and waits at {MOST_OPEN} others")
-        present, mine = self._open.setdefault(number, {}), _Contribution(what, where, payload)
-        for other, theirs in present.items():
-            if theirs.what != what:
-                sizes_differ = what.partition("(")[0] == theirs.what.partition("(")[0]
-                is_of_loops = mine.where and theirs.where and not is_stopping
-                hint = _OF_EACH_BATCH if sizes_differ else _ELSEWHERE if is_of_loops else ""
-                raise CollectiveMismatch(
-                    f"rank {rank} called {mine} while rank {other} called {theirs}; outside the training epoch all"
-                    f" ranks must make the same collective calls in the same order, as under DDP{hint}"
-                )
-        present[rank] = mine
-
-    @property
-    def is_idle(self) -> bool:
-        return not self._open
-
-    @property
-    def contributed(self) -> set[int]:
-        return {rank for present in self._open.values() for rank in present}
-
-    def forget(self, ranks: Collection[int]) -> None:
-        for present in self._open.values():
-            for rank in ranks:
-                present.pop(rank, None)
-
-    def complete(self, live: Collection[int]) -> list[tuple[int, list[tuple[int, bytes | Tensor]]]]:
-        ready = []
-        for number in sorted(self._open):
-            present = self._open[number]
-            if all(rank in present for rank in live):
-                del self._open[number]
-                ready.append((number, [(rank, present[rank].payload) for rank in sorted(present) if rank in live]))
-        return ready
+    number: int = -1
+    ranks: tuple[int, ...] = ()
+    payloads: tuple[bytes, ...] = ()
 
 
 Forward = Callable[[Sender, bytes, Payload], list[Out]]
@@ -115,29 +62,36 @@ class CollectiveService(Service):
         self._roster, self._journal, self._epochs = run.roster, run.journal, run.epochs
         self._training = training
         self._forward = forward
-        self.completed = 0
-        self._collectives = Collectives()
+        self._open: dict[int, dict[int, _Contribution]] = {}
         self._uploads: dict[int, Payload] = {}
-        self._gathered = GatheredEntry(-1, (), ())  # the last completed collective
+        self._gathered = Gathering()  # the last one
+
+    @property
+    def completed(self) -> int:
+        return self._gathered.number + 1
 
     @property
     def contributed(self) -> set[int]:
-        return self._collectives.contributed
+        return {rank for present in self._open.values() for rank in present}
 
     def evict(self, group: int, lost: bool) -> list[Out]:
-        self._collectives.forget(self._roster.lost)
+        for present in self._open.values():
+            for rank in self._roster.lost.keys() & present.keys():
+                del present[rank]
         for rank in self._uploads.keys() & (self._roster.lost.keys() | self._roster.gone):
             del self._uploads[rank]
         return []
 
     def resolve_pending(self) -> list[Out]:
         out: list[Out] = []
-        for number, parts in self._collectives.complete(self._roster.live) if not self._collectives.is_idle else ():
-            ranks = tuple(rank for rank, _ in parts)
+        live = self._roster.live if self._open else ()
+        for number, present in sorted(self._open.items()):
+            if not all(rank in present for rank in live):
+                continue
+            del self._open[number]
+            ranks = tuple(sorted(present.keys() & set(live)))
             # All ranks have received the previous result, or they would not be at this point.
-            self._gathered = GatheredEntry(number, ranks, tuple(bytes_of(payload) for _, payload in parts))
-            self.completed = number + 1
-            self._journal.note(self._gathered)
+            self.gather(Gathering(number, ranks, tuple(bytes_of(present[rank].payload) for rank in ranks)))
             out += [self._answer(self._roster.members[rank].peer) for rank in ranks]
             for rank in ranks:
                 self._training.resume(rank)
@@ -151,22 +105,43 @@ class CollectiveService(Service):
         return Out(peer, m.CONTROL, answer, () if must_download else gathered.payloads)
 
     def state(self) -> bytes:
-        return msgspec.msgpack.encode((self.completed, self._gathered))
+        return msgspec.msgpack.encode(self._gathered)
 
     def load(self, state: bytes) -> None:
-        self.completed, self._gathered = msgspec.msgpack.decode(state, type=tuple[int, GatheredEntry])
+        self._gathered = msgspec.msgpack.decode(state, type=Gathering)
 
-    def redo(self, gathered: GatheredEntry) -> None:
-        self.completed, self._gathered = gathered.number + 1, gathered
+    def gather(self, gathered: Gathering) -> None:
+        self._gathered = gathered
+        self._journal.note(self.gather, gathered)
 
     def contribute(self, sender: Sender, message: m.Contribute, payload: Payload) -> list[Out]:
         if message.number == self._gathered.number and sender.rank in self._gathered.ranks:  # the answer was lost
             return [self._answer(sender.peer)]
         if message.uploaded:
             payload = self._take_upload(sender.rank)
-        where, is_stopping = message.where or "", bool(self._epochs.stop)
-        self._collectives.contribute(message.number, sender.rank, message.what, payload, where, is_stopping)
+        self._contribute(message.number, sender.rank, _Contribution(message.what, message.where or "", payload))
         return self._training.idle(sender.rank)
+
+    def _contribute(self, number: int, rank: int, mine: _Contribution) -> None:
+        """Add a rank's contribution.
+
+        Raises:
+            ProtocolError: the rank opens it, and waits at too many others.
+            CollectiveMismatch: other ranks called another collective at the same point.
+        """
+        if number not in self._open and sum(rank in waiting for waiting in self._open.values()) >= MOST_OPEN:
+            raise ProtocolError(f"rank {rank} comes to collective {number}, and waits at {MOST_OPEN} others")
+        present = self._open.setdefault(number, {})
+        for other, theirs in present.items():
+            if theirs.what != mine.what:
+                sizes_differ = mine.what.partition("(")[0] == theirs.what.partition("(")[0]
+                is_of_loops = mine.where and theirs.where and not self._epochs.stop
+                hint = _OF_EACH_BATCH if sizes_differ else _ELSEWHERE if is_of_loops else ""
+                raise CollectiveMismatch(
+                    f"rank {rank} called {mine} while rank {other} called {theirs}; outside the training epoch all"
+                    f" ranks must make the same collective calls in the same order, as under DDP{hint}"
+                )
+        present[rank] = mine
 
     def check_upload(self, sender: Sender, message: m.Upload) -> int:
         return _checked_size(message.nbytes, m.LARGEST_UPLOAD)

@@ -11,32 +11,40 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from lightning_omni.errors import CollectiveMismatch, MalformedMessage, OmniError, Refused, StepFailed
+from lightning_omni.errors import (
+    CollectiveMismatch,
+    ConfigurationError,
+    MalformedMessage,
+    OmniError,
+    ProtocolError,
+    Refused,
+    StepFailed,
+)
 from lightning_omni.methods.model.modules import ResolveModule, module_resolver
 from lightning_omni.methods.model.server_optimizer import Resolve, resolver
 from lightning_omni.server.admission import Admission
 from lightning_omni.server.collectives import CollectiveService
 from lightning_omni.server.epochs.epoch import Epochs
-from lightning_omni.server.epochs.service import LeaseService, ValidationService
+from lightning_omni.server.epochs.service import EpochService
 from lightning_omni.server.event_log import EventRecorder, Recorder
 from lightning_omni.server.membership.roster import Roster
 from lightning_omni.server.membership.service import Joining, Membership
 from lightning_omni.server.membership.timeouts import TimeLimits
 from lightning_omni.server.merged_head import MergedHeadService
-from lightning_omni.server.parameters.served_parameters import ServedParameters
 from lightning_omni.server.parameters.store import ParameterStore
 from lightning_omni.server.replication import Coordinator, Follower, Replication
-from lightning_omni.server.restore import Restore, check_state
-from lightning_omni.server.router import FOLLOWER_TABLE, TABLE, Router, Row
+from lightning_omni.server.router import COORDINATOR_TABLE, TABLE, Router, Row
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Peer, Service
 from lightning_omni.server.snapshots import Snapshots
-from lightning_omni.server.status import Observers, RunObservation, StatusService
+from lightning_omni.server.status import Observers, StatusService
 from lightning_omni.server.training import Training
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.journal import Entry, Journal
+from lightning_omni.wire.journal import Call, Journal
 from lightning_omni.wire.messages import servers as sm
 
+STATE, STATE_VERSION = "lightning_omni.server_state", 7
+"""Name and version of a saved state."""
 STRANGE = ("stranger", "key", "malformed")
 """Codes of refusals that are counted, because their receivers are no ranks of the run, or send invalid messages."""
 
@@ -58,14 +66,14 @@ class ServerCore:
     Attributes:
         now: time of the current message, in seconds.
         observers: processes that observe this server, also from one run to the next.
-        router: router of the run's messages; `reset` replaces it, as it does ``admission``, ``membership``,
-            ``training``, ``status_service`` and ``observation``.
+        router: router of the run's messages; `reset` replaces it, as it does ``roster``, ``membership``, ``training``,
+            ``status_service`` and ``epochs``.
         journal: takes the decisions since the state was saved.
         reconnect_timeout: seconds for which ranks look for this server when it is gone; 0 if no other continues.
         resumed: whether it has continued the run of an earlier server.
         on_run_over: called on a server other than 0 at the end of the run, before it forgets the run.
         data_port: port of the data socket, reported to every admitted rank; the driver sets it.
-        about: returns a description of the server's process for observers; the driver sets it.
+        versions: those of the server's packages, for observers; the driver sets them.
         strangers: refused messages that were malformed or whose sender had not been admitted, and connections that the
             driver refused.
     """
@@ -102,18 +110,15 @@ class ServerCore:
         self._more_services = tuple(services)
         self.now = 0.0
         self.replication: Replication
-        table: Sequence[Row] = TABLE
         if number > 0:
             self.replication = Follower(number, servers)
-        elif servers > 1:
-            self.replication = Coordinator(key, random, servers, heartbeat_timeout, join_timeout, self._last_now)
-            table = (*TABLE, *FOLLOWER_TABLE)
+            self._table = (*TABLE, *rows)
         else:
-            self.replication = Replication()
-        self._table = (*table, *rows)
+            self.replication = Coordinator(key, random, servers, heartbeat_timeout, join_timeout, self._last_now)
+            self._table = (*TABLE, *COORDINATOR_TABLE, *rows)
         self.strangers = 0
         self.data_port = 0
-        self.about: Callable[[], m.ProcessInfo] = m.ProcessInfo
+        self.versions: dict[str, str] = {}
         self.observers = Observers(key, random)
         self.journal = Journal()
         self.reconnect_timeout = 0.0
@@ -122,39 +127,46 @@ class ServerCore:
 
     def reset(self) -> None:
         self.now, self.roster, self.resumed = 0.0, Roster(self.key), False
-        self._store, self._epochs, replication = ParameterStore(), Epochs(self.journal), self.replication
-        self.events = EventRecorder(self._record, self._store, self._epochs, self._last_now, replication.count)
+        self.store, self.epochs, replication = ParameterStore(), Epochs(), self.replication
+        self.epochs.journal = self.journal
+        self.events = EventRecorder(self._record, self.store, self.epochs, self._last_now, replication.count)
         run = RunContext(
-            self.roster, self._store, self._epochs, self.events, self.journal, replication, self.limits, self._last_now
+            self.roster, self.store, self.epochs, self.events, self.journal, replication, self.limits, self._last_now
         )
         self.admission = Admission(run, self.key, self._random, lambda: self.data_port, lambda: self.reconnect_timeout)
-        training = self.training = Training(run, self.admission)
+        training = self.training = Training(run)
         self._collective_service = CollectiveService(run, training, lambda *brought: self.router.forward(*brought))
-        self._validation_service = ValidationService(run, training)
-        self.status_service = StatusService(run, self._clock, lambda: self.strangers, lambda: training.pushes)
-        self.observation = RunObservation(
-            run, self.status_service, self.observers, lambda: self.membership.over, self._description
+        self._epoch_service = EpochService(run, training)
+        self.status_service = StatusService(
+            run,
+            self.observers,
+            self._clock,
+            lambda: self.strangers,
+            lambda: training.pushes,
+            self._description,
         )
         # The services are notified in this order.
-        services: list[Service] = [
+        self._services: list[Service] = [
             replication,
             self._collective_service,
-            LeaseService(run, training),
+            self._epoch_service,
             training,
-            self._validation_service,
             Snapshots(run, training, self._resolve, self._resolve_module),
             MergedHeadService(run, self._clock),
             self.status_service,
-            self.observation,
             Joining(run, self._collective_service, self._random, lambda *asked: self.membership.join(*asked)),
             *(service(self) for service in self._more_services),
         ]
-        self.membership = Membership(run, services, self.status_service, self._collective_service)
-        self._restore = Restore(
-            run, self.membership, services, training, self._collective_service, self._validation_service
-        )
-        self.router = Router(self._table, [self.admission, self.membership, *services], self.roster, replication)
-        replication.begin(self.membership.end, lambda: self.roster.live)
+        self.membership = Membership(run, self._services, self.status_service, self._collective_service)
+        self.router = Router(self._table, [self.admission, self.membership, *self._services], self.roster, replication)
+        replication.begin(self.membership.end, lambda: self.roster.live, self.router.relayed)
+        replication.send_to_all(self.begin_next_run)
+
+    def begin_next_run(self) -> None:
+        """Forget the run, as the coordinating server has done."""
+        if self.roster.run:  # else this server has seen the end first
+            self.on_run_over()
+        self.reset()
 
     # --- Called by the driver ----------------------------------------------------------------------------------------
 
@@ -168,11 +180,7 @@ class ServerCore:
             ProtocolError: this peer may not send the message, or not this many bytes. With several servers, all refuse
                 their parts.
         """
-        try:
-            return self.router.check_payload(peer, message)
-        except Refused as no:
-            self._count(no)
-            raise
+        return self.router.check_payload(peer, message)
 
     def receive(self, channel: m.Channel, peer: Peer, message: m.Message, payload: Payload, now: float) -> list[Out]:
         """Handle a message at ``now``, in seconds on any monotonic clock, and return the messages to send."""
@@ -181,8 +189,7 @@ class ServerCore:
         try:
             return self._sent(self.router.route(channel, peer, message, payload, now))
         except Refused as no:
-            self._count(no)
-            return self._sent([Out(peer, channel, m.RefusedMessage(code=no.code, reason=str(no)))])
+            return self.refuse(channel, peer, no)
         except (CollectiveMismatch, StepFailed) as error:
             return self._sent(self.membership.end(str(error)))
         except OmniError as error:
@@ -195,14 +202,17 @@ class ServerCore:
             return []
         self._pass_time(message.now)
         self.status_service.begin(message)
+        training, membership = self.training, self.membership
+        awaited = self.admission.follow, self.router.relayed  # a rank waits for the report on these
+        methods = membership.lose, membership.end, training.expire, training.idle, training.resume, replication.decide
         try:
-            out = self._execute(replication, message)
+            out = message.call.make((*awaited, *methods, self.begin_next_run)) or []
         except StepFailed as error:  # it ends the run, as at the other servers, and no server
             replication.fail(str(error), of_run=True)
             out = []
         replication.commands_executed += 1
-        if isinstance(message, (sm.AdmitRank, sm.HandleMessage)):  # a rank waits for this report
-            replication.report()
+        if message.call.method in [each.__qualname__ for each in awaited]:
+            replication.tick(self.now)
         return self._sent(out)
 
     def follower_hello(self, address: str, nonce: bytes) -> sm.FollowerHello:
@@ -211,33 +221,6 @@ class ServerCore:
             version=m.VERSION, number=replication.number, servers=replication.count, address=address, nonce=nonce
         )
 
-    def _execute(self, replication: Follower, message: sm.ServerCommand) -> list[Out]:
-        match message:
-            case sm.ExpireTimers():
-                return self.training.expire(message.now)
-            case sm.DecideRequest():
-                return replication.decide(message)
-            case sm.IdleLeader():
-                return self.training.idle(message.rank)
-            case sm.ResumeLeader():
-                self.training.resume(message.rank)
-            case sm.AdmitRank():
-                self.roster.add_member(_peer_of(message.hello.rank), message.hello, message.challenge, self.now)
-                self.roster.joining = self.roster.can_continue = message.joins  # the coordinator reports the end
-            case sm.HandleMessage():
-                return self.router.relay(_peer_of(message.rank), message.rank, message.message)
-            case sm.LoseRank():
-                return self.membership.lose(message.rank, message.reason)
-            case sm.EndRun(reason=""):
-                if self.roster.run:  # else this server has seen the end first
-                    self.on_run_over()
-                self.reset()
-            case sm.EndRun():
-                return self.membership.end(message.reason)
-            case _:
-                raise MalformedMessage(f"{type(message).__name__} is nothing that a server is told to do")
-        return []
-
     def _sent(self, out: list[Out]) -> list[Out]:
         """Return the messages to send; only server 0 has control connections to ranks."""
         out = [each for each in out if each.peer]  # ranks that have not reconnected have no peer
@@ -245,9 +228,11 @@ class ServerCore:
             out = [each for each in out if each.channel == m.DATA]
         return out + self.replication.drain()
 
-    def refuse(self, channel: m.Channel, peer: Peer, reason: str) -> list[Out]:
-        self.strangers += 1
-        return [Out(peer, channel, m.RefusedMessage(code="malformed", reason=reason))]
+    def refuse(self, channel: m.Channel, peer: Peer, error: ProtocolError) -> list[Out]:
+        """Count and answer a message that is malformed, or that `check_payload` refuses."""
+        code = error.code if isinstance(error, Refused) else "malformed"
+        self.strangers += code in STRANGE
+        return self._sent([Out(peer, channel, m.RefusedMessage(code=code, reason=str(error)))])
 
     def tick(self, now: float) -> list[Out]:
         """Pass the time: methods continue, and silent, late or stalled ranks are lost."""
@@ -255,7 +240,6 @@ class ServerCore:
             return self._sent(self.replication.tick(now))
         self._pass_time(now)
         self.status_service.tick(now)
-        self.observation.tick(now)
         # A method's answers must be passed to the socket before the loss of a rank can change the weights again.
         try:
             out = self.training.expire(now) or self.membership.tick(now)
@@ -271,7 +255,7 @@ class ServerCore:
         return self._sent(self.membership.lose(rank, reason))
 
     def hang_up(self, peer: Peer) -> list[Out]:
-        self.observers.forget(peer)
+        self.observers.peers.pop(peer, None)
         self.roster.numbers.withdraw(peer)
         return self._sent(self.membership.hang_up(peer) + self.replication.hang_up(peer))
 
@@ -286,40 +270,66 @@ class ServerCore:
     @property
     def has_state(self) -> bool:
         """Return whether a run is under way that `state` can represent completely."""
-        return bool(self._store.all) and not self._store.heads and not self.over and not self.is_over
+        return bool(self.store.all) and not self.store.heads and not self.roster.over and not self.roster.is_over
 
     def state(self) -> dict[str, Any]:
         """Return the state from which another server can continue the run, as plain values and live tensors.
 
         Call it between two messages, if `has_state`; later decisions go to the `journal`.
         """
-        return self._restore.state()
+        services = {type(each).__name__: each.state() for each in self._services}
+        return {
+            "name": STATE,
+            "version": STATE_VERSION,
+            "protocol": m.VERSION,
+            "roster": self.roster.state(),
+            "services": {name: state for name, state in services.items() if state is not None},
+        }
 
-    def server_ended(self, number: int, how: str) -> None:
-        assert isinstance(self.replication, Coordinator)
-        self.replication.ended(number, how)
-
-    def load(self, state: Mapping[str, Any], journal: Iterable[Entry], now: float) -> None:
+    def load(self, state: Mapping[str, Any], journal: Iterable[Call], now: float) -> None:
         """Continue a run with the weights of a `state`, and all decisions since.
 
         Raises:
             ConfigurationError: this server cannot continue from the state.
         """
-        check_state(state)
+        if state.get("name") != STATE or (state.get("version"), state.get("protocol")) != (STATE_VERSION, m.VERSION):
+            raise ConfigurationError(
+                f"the state is that of {state.get('name')} {state.get('version')} with protocol"
+                f" {state.get('protocol')}, and this server reads {STATE} {STATE_VERSION} with protocol {m.VERSION};"
+                " start the server in an empty directory"
+            )
         self.reset()
         self.now, self.resumed = now, True
-        self._restore.load(state, journal, now)
+        self.roster.load(state["roster"], now)
+        for service in self._services:
+            if (saved := state["services"].get(type(service).__name__)) is not None:
+                service.load(saved)
+        writes, self.journal.write = self.journal.write, None
+        self._repeat(journal)
+        self.epochs.go_back()
+        for group in self.epochs.validations.evaluating:  # groups that wait for others report that again
+            self.training.idle(self.roster.formed.exchanges_with(group, 0))
+        self.journal.write, self.journal.is_due = writes, True
         self._pass_time(now)
 
+    def _repeat(self, journal: Iterable[Call]) -> None:
+        epochs, validations, membership = self.epochs, self.epochs.validations, self.membership
+        methods = (
+            *(epochs.open, epochs.train, epochs.draw, epochs.wait, epochs.resolve_pending, epochs.leave),
+            *(epochs.go_back, validations.claim, validations.publish, validations.save),
+            *(self._epoch_service.read_result, self._collective_service.gather, self.roster.numbers.assign),
+            *(membership.lose_again, membership.leave, membership.join_again, self.training.restructure_again),
+        )
+        try:
+            for call in journal:
+                call.make(methods)
+        except MalformedMessage as error:
+            raise ConfigurationError(
+                f"{error}: other groups were formed, or weights were handed over after the state was saved, and before"
+                " it was saved again; this run cannot go on: resume it from a checkpoint"
+            ) from error
+
     # --- Status ------------------------------------------------------------------------------------------------------
-
-    @property
-    def over(self) -> str:
-        return self.membership.over
-
-    @property
-    def is_over(self) -> bool:
-        return self.roster.is_over
 
     @property
     def generation(self) -> int:
@@ -331,52 +341,21 @@ class ServerCore:
         """Return the control connections of ranks that have not left, other servers, observers, joining groups."""
         if self.replication.number:
             return []
-        watching = self.observers.peers + self.roster.numbers.peers
-        return self.membership.peers + self.replication.peers + list(dict.fromkeys(watching))
+        watching = dict.fromkeys([*self.observers.peers, *self.roster.numbers.peers])
+        return [*self.membership.peers, *self.replication.peers, *watching]
 
     def is_admitted(self, channel: m.Channel, peer: Peer) -> bool:
-        if channel == m.CONTROL and (peer in self.replication.peers or self.observers.has(peer)):
+        if channel == m.CONTROL and (peer in self.replication.peers or peer in self.observers.peers):
             return True
-        return self.admission.find(channel, peer) is not None
-
-    def data_connection(self, rank: int) -> tuple[Peer, bytes] | None:
-        return self.admission.data_connection(rank)
-
-    @property
-    def optimizers(self) -> list[ServedParameters]:
-        return self._store.all
-
-    @property
-    def clock(self) -> int:
-        return self._store.clock
-
-    def note_life(self, peer: Peer, now: float) -> None:
-        if (member := self.roster.by_peer(peer)) is not None:
-            member.last_seen = now
-
-    def set_host(self, peer: Peer, host: str) -> None:
-        if (member := self.roster.by_peer(peer)) is not None:
-            member.host = host
+        return self.roster.find(channel, peer) is not None
 
     def _pass_time(self, now: float) -> None:
         self.now = now
         self.training.set_time(now)
 
-    def _count(self, no: Refused) -> None:
-        self.strangers += no.code in STRANGE
-
-    @property
-    def missing_servers(self) -> int:
-        return self.replication.missing if isinstance(self.replication, Coordinator) else 0
-
-    @property
-    def lost_server(self) -> str:
-        """Return a sentence about a lost server, without which no run can be served, or ""."""
-        return self.replication.lost_server if isinstance(self.replication, Coordinator) else ""
-
     def _description(self) -> m.ServerDescription:
         return m.ServerDescription(
-            about=self.about(),
+            versions=self.versions,
             data_port=self.data_port,
             heartbeat_timeout=self.limits.heartbeat_of(self.roster.joining),
             progress_timeout=self.limits.progress,
@@ -387,8 +366,3 @@ class ServerCore:
 
     def _last_now(self) -> float:
         return self.now
-
-
-def _peer_of(rank: int) -> Peer:
-    """Return a stand-in for a rank's control connection, at a server that has none."""
-    return b"\0%d" % rank

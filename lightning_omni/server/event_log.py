@@ -202,6 +202,9 @@ class EventRecorder:
         """Record a push, which the epoch must not have counted yet; ``elsewhere`` is as in `Sender`."""
         if self.record is None:
             return
+        where, now = (group, message.optimizer), Presence(message.present, elsewhere)
+        before, self._present[where] = self._present.get(where), now
+        is_known = now == before if before is not None else now.is_whole
         self.note(
             "push",
             group,
@@ -212,13 +215,8 @@ class EventRecorder:
             spans=self._epochs.new_spans(group, message.epoch, message.trained),
             hyperparameters=message.hyperparameters,
             note=message.note,
-            **self._news_of_presence((group, message.optimizer), Presence(message.present, elsewhere)),
+            **({} if is_known else now._asdict()),
         )
-
-    def _news_of_presence(self, where: tuple[int, int], now: Presence) -> dict[str, Any]:
-        before, self._present[where] = self._present.get(where), now
-        same = now == before if before is not None else now.is_whole
-        return {} if same else now._asdict()
 
     def _agreed(self, message: m.FormGroups) -> dict[str, Any]:
         wire_format = {} if message.wire_format == to_wire(RAW) else message.wire_format
@@ -226,5 +224,5 @@ class EventRecorder:
             "method": message.method,
             "wire_format": wire_format,
             "overlap": message.overlap,
-            "servers": max(self._servers, *(served.layout.servers for _, served in self._store.pushed)),
+            "servers": self._servers,
         }

@@ -19,16 +19,18 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Container
 from dataclasses import dataclass, field
-from typing import ClassVar, NamedTuple
+from typing import Any, ClassVar
 
-import msgspec
+from typing_extensions import TypeVarTuple, Unpack
 
 from lightning_omni.errors import OmniError, ProtocolError, Refused, StepFailed
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.handshake import Challenges, server_mac
+from lightning_omni.wire.journal import Call
 from lightning_omni.wire.messages import servers as sm
 
+Arguments = TypeVarTuple("Arguments")
 COORDINATOR: Peer = b"\0coordinator"
 """The coordinating server, as the peer of another one's messages."""
 MOST_HELD = 16
@@ -40,79 +42,24 @@ Handle = Callable[[Sender], list[Out]]
 """A function that handles this server's part of a request, as its row in the table specifies."""
 
 
-class HeldPart(NamedTuple):
-    sender: Sender
-    handle: Handle
-
-
 Key = tuple[int, int]
 """The rank and the number of a request."""
 
 
-class Replication(Service):
-    """The relation of server ``number`` of ``count`` servers to the others, which hold a partition each.
+class Replication(Service, ABC):
+    """The relation of server ``number`` of ``count`` servers to the others, which hold a partition each."""
 
-    This class itself is for one server, which holds everything.
-    """
-
-    count: int = 1
-    number: int = 0
-
-    def begin(self, end: Callable[[str], list[Out]], live: Callable[[], Container[int]]) -> None:
-        """Prepare for a run, and end the last one at other servers; ``end`` ends a run, ``live`` returns its ranks."""
-
-    def send_to_all(self, message: sm.ServerCommand) -> None:
-        """Send a command to the other servers, which execute it after all earlier ones."""
-
-    def when_done(self, out: list[Out]) -> list[Out]:
-        """Return the answers that may be sent now; hold others until all servers have executed their commands."""
-        return out
-
-    def drain(self) -> list[Out]:
-        return []
-
-    def tick(self, now: float) -> list[Out]:
-        return []
-
-    @property
-    def peers(self) -> list[Peer]:
-        return []
-
-    def hang_up(self, peer: Peer) -> list[Out]:
-        return []
-
-    def check_addressee(self, message: type[m.Message], in_parts: bool) -> None:
-        """Raise `ProtocolError` if messages of this type are not for this server."""
-
-    def check_number(self, rank: int, request: int) -> None:
-        """Raise `ProtocolError` if a request cannot have this number."""
-
-    def hold(self, sender: Sender, message: Request, finite: bool, handle: Handle) -> list[Out]:
-        """Hold this server's part of a request, or ``handle`` it at once."""
-        return handle(sender)
-
-    def refuse(self, rank: int, request: int, refusal: m.RefusedMessage) -> None:
-        """Record that this server has refused its part of a request: all servers refuse theirs."""
-
-    # --- Messages ----------------------------------------------------------------------------------------------------
-
-    def ask_addresses(self, sender: Sender, message: m.AskServerAddresses, payload: Payload) -> list[Out]:
-        return self.send_addresses(sender.peer)
-
-    def send_addresses(self, peer: Peer) -> list[Out]:
-        """Send the addresses of the other servers, once all have joined."""
-        return [Out(peer, m.CONTROL, m.ServerAddresses(addresses=()))]
-
-
-class _PartitionedReplication(Replication, ABC):
     def __init__(self, number: int, count: int) -> None:
         self.number, self.count = number, count
         self._out: list[Out] = []
-        self._held: dict[Key, HeldPart] = {}
+        self._held: dict[Key, tuple[Sender, Handle]] = {}
         self._refused: dict[Key, m.RefusedMessage] = {}  # parts to refuse when they arrive
 
-    def begin(self, end: Callable[[str], list[Out]], live: Callable[[], Container[int]]) -> None:
-        self._end, self._live = end, live
+    def begin(
+        self, end: Callable[[str], list[Out]], live: Callable[[], Container[int]], relayed: Callable[[int, bytes], Any]
+    ) -> None:
+        """Prepare for a run; ``end`` ends it, ``live`` returns its ranks, ``relayed`` handles a relayed message."""
+        self._end, self._live, self._relayed = end, live, relayed
         self._held.clear()
         self._refused.clear()
 
@@ -126,30 +73,73 @@ class _PartitionedReplication(Replication, ABC):
         out, self._out = self._out, []
         return out
 
+    @abstractmethod
+    def tick(self, now: float) -> list[Out]:
+        """Look for servers that are gone, or report to the coordinating server."""
+
+    # --- Of the coordinating server alone ----------------------------------------------------------------------------
+
+    def send_to_all(self, method: Callable[[Unpack[Arguments]], object], *arguments: Unpack[Arguments]) -> None:
+        """Make the other servers call their own such method, after all earlier ones."""
+
+    def relay(self, rank: int, message: m.Message) -> None:
+        """Make the other servers handle a rank's control message, too."""
+
+    def when_done(self, out: list[Out]) -> list[Out]:
+        """Return the answers that may be sent now; hold others until all servers have executed their commands."""
+        return out
+
+    def hang_up(self, peer: Peer) -> list[Out]:
+        return []
+
+    @property
+    def peers(self) -> list[Peer]:
+        return []
+
+    @property
+    def missing(self) -> int:
+        """Return the number of servers that have not joined."""
+        return 0
+
+    @property
+    def lost_server(self) -> str:
+        """Return a sentence about a lost server, without which no run can be served, or ""."""
+        return ""
+
+    def ended(self, number: int, how: str) -> None:
+        """Record how a server's process has ended; if it has not joined, it is no longer awaited."""
+
+    # --- Requests in parts -------------------------------------------------------------------------------------------
+
+    def check_addressee(self, message: type[m.Message], in_parts: bool) -> None:
+        """Raise `ProtocolError` if messages of this type are not for this server."""
+
     def check_number(self, rank: int, request: int) -> None:
+        """Raise `ProtocolError` if a request cannot have this number."""
         if request < 1 or (rank, request) in self._held:
             raise ProtocolError(f"request {request} of rank {rank}: the parts of a request have one number, from 1 on")
         if sum(key[0] == rank for key in self._held) >= MOST_HELD:
             raise ProtocolError(f"{MOST_HELD} requests of rank {rank} wait for the rest of their parts; no more may")
 
     def hold(self, sender: Sender, message: Request, finite: bool, handle: Handle) -> list[Out]:
+        """Hold this server's part of a request until all parts have arrived."""
         key = sender.rank, message.request
         if (refusal := self._refused.pop(key, None)) is not None:
             return [Out(sender.peer, m.DATA, refusal)]
-        self._held[key] = HeldPart(sender, handle)
+        self._held[key] = sender, handle
         present = message.present if isinstance(message, m.PushMessage) else ()
         return self._part_arrived(key, finite, () if all(present) else present)
+
+    @abstractmethod
+    def refuse(self, rank: int, request: int, refusal: m.RefusedMessage) -> None:
+        """Record that this server has refused its part of a request: all servers refuse theirs."""
 
     @abstractmethod
     def _part_arrived(self, key: Key, finite: bool, present: tuple[bool, ...]) -> list[Out]:
         """Handle the arrival of this server's part; see `PartReady`."""
 
-    def _apply_decision(
-        self,
-        key: Key,
-        finite: bool,
-        refusal: m.RefusedMessage | None,
-        elsewhere: tuple[tuple[bool, ...], ...] = (),
+    def decide(
+        self, key: Key, finite: bool, refusal: m.RefusedMessage | None, elsewhere: tuple[tuple[bool, ...], ...]
     ) -> list[Out]:
         """Handle this server's part of a request for which all have arrived, or refuse it."""
         held = self._held.pop(key, None)
@@ -160,14 +150,15 @@ class _PartitionedReplication(Replication, ABC):
                 for oldest in of_rank[:-MOST_HELD]:  # parts that were refused here never arrive
                     del self._refused[oldest]
             return []
+        sender, handle = held
         if refusal is None:
             try:
-                return held.handle(held.sender._replace(finite=finite, elsewhere=elsewhere))
+                return handle(sender._replace(finite=finite, elsewhere=elsewhere))
             except StepFailed:
                 raise
             except OmniError as error:
                 refusal = refusal_of(error)
-        return [Out(held.sender.peer, m.DATA, refusal)]
+        return [Out(sender.peer, m.DATA, refusal)]
 
 
 @dataclass
@@ -191,11 +182,11 @@ class _Parts:
     finite: bool = True
 
 
-class Coordinator(_PartitionedReplication):
+class Coordinator(Replication):
     """The server that decides the order of events.
 
     Args:
-        count: number of servers, including this one.
+        count: number of servers, including this one, which may be the only one.
         heartbeat_timeout: seconds of silence after which a server counts as gone.
         join_timeout: seconds for the others to join once a rank waits for them.
     """
@@ -216,19 +207,19 @@ class Coordinator(_PartitionedReplication):
         self._links: dict[int, _FollowerLink] = {}
         self._gone: dict[int, str] = {}
         self._ended: dict[int, str] = {}
-        self._history: list[sm.ServerCommand] = []  # commands for servers that have not joined yet
+        self._history: list[sm.ServerCommand] = []  # for servers that have not joined yet
         self._sent = 0
         self._waiting: list[tuple[int, Callable[[], list[Out]]]] = []
         self._asked_at: float | None = None
         self._parts: dict[Key, _Parts] = {}
 
-    def begin(self, end: Callable[[str], list[Out]], live: Callable[[], Container[int]]) -> None:
-        super().begin(end, live)
+    def begin(
+        self, end: Callable[[str], list[Out]], live: Callable[[], Container[int]], relayed: Callable[[int, bytes], Any]
+    ) -> None:
+        super().begin(end, live, relayed)
         self._parts.clear()
         self._waiting.clear()
         self._asked_at = None
-        if self._sent:
-            self.send_to_all(sm.EndRun())
 
     @property
     def lost_server(self) -> str:
@@ -244,12 +235,15 @@ class Coordinator(_PartitionedReplication):
 
     # --- Commands ----------------------------------------------------------------------------------------------------
 
-    def send_to_all(self, message: sm.ServerCommand) -> None:
+    def send_to_all(self, method: Callable[[Unpack[Arguments]], object], *arguments: Unpack[Arguments]) -> None:
         self._sent += 1
-        message = msgspec.structs.replace(message, now=self._now())
+        command = sm.ServerCommand(call=Call.of(method, *arguments), now=self._now())
         if not self._is_complete:
-            self._history.append(message)
-        self._out += [Out(link.peer, m.CONTROL, message) for link in self._links.values()]
+            self._history.append(command)
+        self._out += [Out(link.peer, m.CONTROL, command) for link in self._links.values()]
+
+    def relay(self, rank: int, message: m.Message) -> None:
+        self.send_to_all(self._relayed, rank, m.encode(message))
 
     def when_done(self, out: list[Out]) -> list[Out]:
         return self._when_done(lambda: out)
@@ -261,7 +255,7 @@ class Coordinator(_PartitionedReplication):
         return self._answers_due()
 
     def _answers_due(self) -> list[Out]:
-        done = min((link.done for link in self._links.values()), default=0) if self._is_complete else -1
+        done = min((link.done for link in self._links.values()), default=self._sent) if self._is_complete else -1
         if self._gone:  # the run is over, so no rank must wait
             done = self._sent
         due = [answer for sent, answer in self._waiting if sent <= done]
@@ -282,8 +276,8 @@ class Coordinator(_PartitionedReplication):
         if hello.servers != self.count or not 0 < hello.number < self.count:
             raise Refused(
                 "server",
-                f"server {hello.number} of {hello.servers} cannot join here: this one coordinates {self.count};"
-                " give all of them the same --servers",
+                f"server {hello.number} of {hello.servers} cannot join here: this one is server 0 of {self.count}; give"
+                " all of them the same --servers, and the others the address of server 0",
             )
         if hello.number in self._links or hello.number in self._gone:
             raise Refused("server", f"there was a server {hello.number} already; give each another number")
@@ -298,8 +292,9 @@ class Coordinator(_PartitionedReplication):
             self._asked_at = None
         return out
 
-    def send_addresses(self, peer: Peer) -> list[Out]:
-        return self._when_done(lambda: [Out(peer, m.CONTROL, self._addresses())] if self._is_complete else [])
+    def ask_addresses(self, sender: Sender, message: m.AskServerAddresses, payload: Payload) -> list[Out]:
+        """Send the addresses of the other servers, once all have joined."""
+        return self._when_done(lambda: [Out(sender.peer, m.CONTROL, self._addresses())] if self._is_complete else [])
 
     def _addresses(self) -> m.ServerAddresses:
         return m.ServerAddresses(addresses=tuple(self._links[number].address for number in range(1, self.count)))
@@ -310,7 +305,8 @@ class Coordinator(_PartitionedReplication):
                 return self._lose(number, f"gave no sign of life for {self._heartbeat_timeout:.0f} s")
         missing = sorted(set(range(1, self.count)) - self._links.keys() - self._gone.keys())
         if ended := [number for number in missing if number in self._ended]:
-            return self._fail_to_join(ended[0], self._ended[ended[0]])
+            reason = self._gone[ended[0]] = f"{self._description_of(ended[0])}, never came: {self._ended[ended[0]]}"
+            return self._end(f"{reason}; the run cannot go on without it") + self._answers_due()
         if missing and self._asked_at is not None and now - self._asked_at > self._join_timeout:
             self._asked_at = None
             reason = f"{self._description_of(missing[0])}, did not come within {self._join_timeout:.0f} s"
@@ -324,16 +320,10 @@ class Coordinator(_PartitionedReplication):
         return []
 
     def ended(self, number: int, how: str) -> None:
-        """Record how a server's process has ended; if it has not joined, it is no longer awaited."""
         self._ended[number] = how
 
     def _description_of(self, number: int) -> str:
         return f"parameter server {number} of {self.count}, which is to hold a partition of the parameters"
-
-    def _fail_to_join(self, number: int, how: str) -> list[Out]:
-        reason = f"{self._description_of(number)}, never came: {how}"
-        self._gone[number] = reason
-        return self._end(f"{reason}; the run cannot go on without it") + self._answers_due()
 
     def _lose(self, number: int, what: str) -> list[Out]:
         link = self._links.pop(number)
@@ -390,18 +380,16 @@ class Coordinator(_PartitionedReplication):
         if len(parts.here) < self.count:
             return []
         del self._parts[key]
-        self.send_to_all(sm.DecideRequest(rank=key[0], request=key[1], finite=parts.finite))
-        return self._apply_decision(
-            key, parts.finite, None, tuple(parts.here[number] for number in range(1, self.count))
-        )
+        self.send_to_all(self.decide, key, parts.finite, None, ())
+        return self.decide(key, parts.finite, None, tuple(parts.here[number] for number in range(1, self.count)))
 
     def _refuse(self, key: Key, refusal: m.RefusedMessage) -> list[Out]:
         self._parts.pop(key, None)
-        self.send_to_all(sm.DecideRequest(rank=key[0], request=key[1], refusal=refusal))
-        return self._apply_decision(key, False, refusal)
+        self.send_to_all(self.decide, key, False, refusal, ())
+        return self.decide(key, False, refusal, ())
 
 
-class Follower(_PartitionedReplication):
+class Follower(Replication):
     """A server other than 0, which executes the coordinator's commands."""
 
     IN_PARTS: ClassVar[tuple[type[m.Message], ...]] = (
@@ -424,15 +412,9 @@ class Follower(_PartitionedReplication):
                 " server that coordinates, server 0"
             )
 
-    def report(self) -> None:
-        self._send(sm.CommandsDone(count=self.commands_executed))
-
     def tick(self, now: float) -> list[Out]:
-        self.report()
+        self._send(sm.CommandsDone(count=self.commands_executed))
         return []
-
-    def decide(self, message: sm.DecideRequest) -> list[Out]:
-        return self._apply_decision((message.rank, message.request), message.finite, message.refusal)
 
     def refuse(self, rank: int, request: int, refusal: m.RefusedMessage) -> None:
         self._send(sm.PartReady(rank=rank, request=request, refusal=refusal))
@@ -446,6 +428,11 @@ class Follower(_PartitionedReplication):
 
     def _send(self, message: m.Message) -> None:
         self._out.append(Out(COORDINATOR, m.CONTROL, message))
+
+
+def stand_in(rank: int) -> Peer:
+    """Return a stand-in for a rank's control connection, at a server that has none."""
+    return b"\0%d" % rank
 
 
 def refusal_of(error: OmniError) -> m.RefusedMessage:

@@ -8,9 +8,10 @@ Rule 3: every answer to a message is sent on the message's channel.
 
 from __future__ import annotations
 
+import contextlib
 from collections import Counter
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, replace
 from enum import Enum, auto
 from functools import reduce
 from operator import or_
@@ -21,14 +22,14 @@ import msgspec
 from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError, Refused
 from lightning_omni.server.admission import Admission
 from lightning_omni.server.collectives import CollectiveService
-from lightning_omni.server.epochs.service import LeaseService, ValidationService
-from lightning_omni.server.membership.roster import Roster
+from lightning_omni.server.epochs.service import EpochService
+from lightning_omni.server.membership.roster import Member, Roster
 from lightning_omni.server.membership.service import Joining, Membership
 from lightning_omni.server.merged_head import MergedHeadService
-from lightning_omni.server.replication import Coordinator, Replication, refusal_of
+from lightning_omni.server.replication import Coordinator, Replication, refusal_of, stand_in
 from lightning_omni.server.service import Out, Payload, Peer, Sender
 from lightning_omni.server.snapshots import Snapshots
-from lightning_omni.server.status import RunObservation, StatusService
+from lightning_omni.server.status import StatusService
 from lightning_omni.server.training import Training
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.messages import CONTROL, DATA
@@ -112,28 +113,26 @@ TABLE = (
     # monitoring
     Row(m.Heartbeat, CONTROL, Role.RANK, StatusService, StatusService.heartbeat),
     Row(m.AskStatus, CONTROL, Role.RANK, StatusService, StatusService.ask, when_over=True),
-    # several servers
-    Row(m.AskServerAddresses, CONTROL, Role.RANK, Replication, Replication.ask_addresses),
     # observation
-    Row(m.Observe, CONTROL, Role.STRANGER, RunObservation, RunObservation.hello),
-    Row(m.ObserverProof, CONTROL, Role.STRANGER, RunObservation, RunObservation.admit),
-    Row(m.AskOverview, CONTROL, Role.OBSERVER, RunObservation, RunObservation.ask),
-    Row(m.AskServer, CONTROL, Role.OBSERVER, RunObservation, RunObservation.describe),
-    Row(m.Echo, CONTROL, Role.OBSERVER, RunObservation, RunObservation.echo),
+    Row(m.Observe, CONTROL, Role.STRANGER, StatusService, StatusService.hello),
+    Row(m.ObserverProof, CONTROL, Role.STRANGER, StatusService, StatusService.admit),
+    Row(m.AskOverview, CONTROL, Role.OBSERVER, StatusService, StatusService.ask_overview),
+    Row(m.AskServer, CONTROL, Role.OBSERVER, StatusService, StatusService.describe),
+    Row(m.Echo, CONTROL, Role.OBSERVER, StatusService, StatusService.echo),
     Row(m.Evict, CONTROL, Role.OBSERVER, Membership, Membership.evict),
     # data
-    Row(m.OpenEpoch, CONTROL, Role.MEMBER, LeaseService, LeaseService.open),
-    Row(m.DrawBatches, CONTROL, Role.MEMBER, LeaseService, LeaseService.draw),
-    Row(m.AskNext, CONTROL, Role.MEMBER, LeaseService, LeaseService.wait, resolves=True),
-    Row(m.LeaveEpoch, CONTROL, Role.MEMBER, LeaseService, LeaseService.leave, resolves=True),
+    Row(m.OpenEpoch, CONTROL, Role.MEMBER, EpochService, EpochService.open),
+    Row(m.DrawBatches, CONTROL, Role.MEMBER, EpochService, EpochService.draw),
+    Row(m.AskNext, CONTROL, Role.MEMBER, EpochService, EpochService.wait, resolves=True),
+    Row(m.LeaveEpoch, CONTROL, Role.MEMBER, EpochService, EpochService.leave, resolves=True),
     # validations
-    Row(m.ClaimValidation, CONTROL, Role.MEMBER, ValidationService, ValidationService.claim),
-    Row(m.AskValidations, CONTROL, Role.RANK, ValidationService, ValidationService.ask),
+    Row(m.ClaimValidation, CONTROL, Role.MEMBER, EpochService, EpochService.claim),
+    Row(m.AskValidations, CONTROL, Role.RANK, EpochService, EpochService.ask),
     Row(
-        m.PublishEvaluation, DATA, Role.LEADER, ValidationService, ValidationService.publish,
-        ValidationService.check_result, keeps=True,
+        m.PublishEvaluation, DATA, Role.LEADER, EpochService, EpochService.publish,
+        EpochService.check_result, keeps=True,
     ),
-    Row(m.ReadEvaluation, DATA, Role.RANK, ValidationService, ValidationService.read),
+    Row(m.ReadEvaluation, DATA, Role.RANK, EpochService, EpochService.read),
     # synchronization
     Row(m.Contribute, CONTROL, Role.RANK, CollectiveService, CollectiveService.contribute, resolves=True),
     Row(m.ReadUpload, CONTROL, Role.RANK, CollectiveService, CollectiveService.read_upload),
@@ -178,14 +177,15 @@ TABLE = (
 )  # fmt: skip
 """Every message that a server may receive from ranks and observers."""
 
-FOLLOWER_TABLE = (
+COORDINATOR_TABLE = (
+    Row(m.AskServerAddresses, CONTROL, Role.RANK, Coordinator, Coordinator.ask_addresses),
     Row(sm.FollowerHello, CONTROL, Role.STRANGER, Coordinator, Coordinator.hello),
     Row(sm.FollowerProof, CONTROL, Role.STRANGER, Coordinator, Coordinator.admit),
     Row(sm.PartReady, CONTROL, Role.FOLLOWER, Coordinator, Coordinator.ready),
     Row(sm.CommandsDone, CONTROL, Role.FOLLOWER, Coordinator, Coordinator.commands_done),
     Row(sm.FollowerFailed, CONTROL, Role.FOLLOWER, Coordinator, Coordinator.fail),
 )
-"""Further messages that a coordinating server may receive."""
+"""Further messages that server 0 may receive."""
 
 
 def types_on(channel: m.Channel, rows: Iterable[Row] = TABLE) -> tuple[type[m.Message], ...]:
@@ -199,17 +199,13 @@ class Router:
         ValueError: a message has two rows, or a row has no service.
     """
 
-    def __init__(
-        self, rows: Iterable[Row], services: Iterable[Any], roster: Roster, servers: Replication | None = None
-    ) -> None:
-        rows = tuple(rows)
+    def __init__(self, rows: Iterable[Row], services: Iterable[Any], roster: Roster, replication: Replication) -> None:
+        rows = tuple(rows) if replication.count > 1 else tuple(replace(row, in_parts=False) for row in rows)
         self._rows = {row.message: row for row in rows}
         self._services = {type(service): service for service in services}
-        self._roster = roster
-        self._replication = self._services[Replication] = servers or Replication()
-        self._admission: Admission = self._services[Admission]
+        self._roster, self._replication = roster, replication
         self._membership: Membership = self._services[Membership]
-        self._observation: RunObservation = self._services[RunObservation]
+        self._status_service: StatusService = self._services[StatusService]
         twice = sorted(kind.__name__ for kind, count in Counter(row.message for row in rows).items() if count > 1)
         if twice:
             raise ValueError(f"rows: {', '.join(twice)} cannot have two; give each message one row")
@@ -244,45 +240,57 @@ class Router:
         if row.role is Role.STRANGER or row.role is Role.FOLLOWER:
             return self._handle(row, Sender(peer), message, payload)
         if row.role is Role.OBSERVER:
-            self._observation.check(peer)
+            self._status_service.check(peer)
             return self._handle(row, Sender(peer), message, payload)
-        member = self._admission.member_of(channel, peer)
+        member, sender = self._find(row, peer)
         notice = self._membership.notice_for(member, row.when_lost, row.when_over)
         if notice is not None and channel == DATA:
             raise _refusal(member.rank, notice)
         member.last_seen = now
         if notice is not None:
             return [Out(peer, channel, notice)]
-        sender = self._sender(channel, peer, member.rank)
-        if row.in_parts and self._replication.count > 1:
+        if row.in_parts:
             return self._hold(row, sender, message, payload)
         return self._handle(row, sender, message, payload)
 
-    def _sender(self, channel: m.Channel, peer: Peer, rank: int) -> Sender:
-        counts_as = self._roster.formed.counts_as(rank, self._replication.number) if channel == DATA else rank
-        return Sender(peer, counts_as, self._roster.formed.group_of(rank))
+    def _find(self, row: Row, peer: Peer) -> tuple[Member, Sender]:
+        """Return the rank at a connection, and the one as which it sends a message."""
+        member = self._roster.find(row.channel, peer)
+        if member is None:
+            first = "attach first: this data connection" if row.channel == DATA else "say Hello first: this connection"
+            raise Refused("stranger", f"{first} has not been admitted")
+        rank, formed = member.rank, self._roster.formed
+        counts_as = formed.counts_as(rank, self._replication.number) if row.channel == DATA else rank
+        return member, Sender(peer, counts_as, formed.group_of(rank))
 
     def _hold(self, row: Row, sender: Sender, message: Any, payload: Payload) -> list[Out]:
         """Check this server's part of a request, and hold it until the other servers have theirs."""
         service = self._services[row.service]
-        try:
+        with self._refused_by_all(row, sender, message):
             self._check(row, sender)
             self._replication.check_number(sender.rank, message.request)
             if row.check is not None:
                 row.check(service, sender, message)
             finite = row.is_finite is None or row.is_finite(service, sender, message, payload)
-        except OmniError as error:
-            self._replication.refuse(sender.rank, message.request, refusal_of(error))
-            raise
         return self._replication.hold(
             sender, message, finite, lambda decided: self._handle(row, decided, message, payload)
         )
 
-    def relay(self, peer: Peer, rank: int, data: bytes) -> list[Out]:
+    @contextlib.contextmanager
+    def _refused_by_all(self, row: Row, sender: Sender, message: Any) -> Iterator[None]:
+        """Make all servers refuse their parts of a message if this one refuses its part."""
+        try:
+            yield
+        except OmniError as error:
+            if row.in_parts:
+                self._replication.refuse(sender.rank, message.request, refusal_of(error))
+            raise
+
+    def relayed(self, rank: int, data: bytes) -> list[Out]:
         """Handle a rank's encoded control message that the coordinating server has handled."""
         message = self.decode(CONTROL, data)
-        sender = Sender(peer, rank, self._roster.formed.group_of(rank))
-        return self._handle(self._row(CONTROL, message, is_relayed=True), sender, message, b"")
+        sender = Sender(stand_in(rank), rank, self._roster.formed.group_of(rank))
+        return self._handle(self._rows[type(message)], sender, message, b"")
 
     def forward(self, sender: Sender, data: bytes, payload: Payload) -> list[Out]:
         message = self.decode(CONTROL, data)
@@ -291,41 +299,30 @@ class Router:
             raise ProtocolError(f"a {type(message).__name__} cannot be uploaded")
         return self._handle(row, sender, message, payload)
 
-    def check_payload(self, peer: Peer, message: m.Message) -> int:
+    def check_payload(self, peer: Peer, message: Any) -> int:
         """Return the size of the payload that may follow a data message, if this peer may send it."""
         row = self._row(DATA, message)
         if row.payload is None:
             return 0
-        try:
-            return self._check_payload(row, peer, message)
-        except ProtocolError as error:
-            if row.in_parts and (member := self._admission.find(DATA, peer)) is not None:
-                rank = self._sender(DATA, peer, member.rank).rank
-                self._replication.refuse(rank, message.request, refusal_of(error))  # type: ignore[attr-defined]
-            raise
-
-    def _check_payload(self, row: Row, peer: Peer, message: Any) -> int:
-        assert row.payload is not None
-        member = self._admission.member_of(DATA, peer)
-        notice = self._membership.notice_for(member, row.when_lost, row.when_over)
-        if notice is not None:
-            raise _refusal(member.rank, notice)
-        sender = self._sender(DATA, peer, member.rank)
-        self._check(row, sender)
-        if row.in_parts:
-            self._replication.check_number(sender.rank, message.request)
-        return row.payload(self._services[row.service], sender, message)
+        member, sender = self._find(row, peer)
+        with self._refused_by_all(row, sender, message):
+            notice = self._membership.notice_for(member, row.when_lost, row.when_over)
+            if notice is not None:
+                raise _refusal(member.rank, notice)
+            self._check(row, sender)
+            if row.in_parts:
+                self._replication.check_number(sender.rank, message.request)
+            return row.payload(self._services[row.service], sender, message)
 
     def keeps_payload(self, message: m.Message) -> bool:
         row = self._row(DATA, message)
-        return row.keeps or (row.in_parts and self._replication.count > 1)
+        return row.keeps or row.in_parts
 
-    def _row(self, channel: m.Channel, message: m.Message, is_relayed: bool = False) -> Row:
+    def _row(self, channel: m.Channel, message: m.Message) -> Row:
         row = self._rows.get(type(message))
         if row is None or row.channel != channel:
             raise ProtocolError(f"{type(message).__name__} does not belong on the {channel} channel")
-        if not is_relayed:
-            self._replication.check_addressee(row.message, row.in_parts)
+        self._replication.check_addressee(row.message, row.in_parts)
         return row
 
     def _check(self, row: Row, sender: Sender) -> None:
@@ -342,7 +339,7 @@ class Router:
             raise ProtocolError(f"{type(message).__name__} does not belong on the {row.channel} channel")
         out = row.handle(self._services[row.service], sender, message, payload)
         if row.on_all_servers:
-            self._replication.send_to_all(sm.HandleMessage(rank=sender.rank, message=m.encode(message)))
+            self._replication.relay(sender.rank, message)
             out = self._replication.when_done(out)
         return out + self._membership.resolve_pending() if row.resolves else out
 

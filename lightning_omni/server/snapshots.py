@@ -20,7 +20,6 @@ from lightning_omni.server.training import Training
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
-from lightning_omni.wire.journal import SavedEntry, SeededEntry
 from lightning_omni.wire.messages import SnapshotId
 
 
@@ -66,18 +65,17 @@ class Snapshots(Service):
         if formed.message is None:
             raise ProtocolError("form groups first")
         tree = unpack(message.packed, as_tensor(payload))
-        method, groups = REGISTRY.from_wire(formed.message.method), self._roster.groups
+        method, groups = REGISTRY.from_wire(formed.message.method), self._roster.formed.alive
         try:
             self._store.hold([self._served_of(part, method, groups) for part in tree["parts"]])
         except OmniError:
             raise
         except Exception as error:  # torch raises various errors on invalid states
             raise MalformedMessage(f"not a seed: {type(error).__name__}: {error}") from error
-        self._store.answer_as(formed.message)
+        self._training.apply_settings(formed.message)
         for number in range(len(self._store.all)):
-            self._events.seed(number, formed.topology.groups if formed.topology else (), formed.message)
-        self._journal.note(SeededEntry())
-        self._journal.is_due = True
+            self._events.seed(number, formed.groups, formed.message)
+        self._journal.outdate()
         return [Out(sender.peer, m.DATA, m.WeightsUploaded())]
 
     def store_group_state(self, sender: Sender, message: m.GroupState, payload: Payload) -> list[Out]:
@@ -102,7 +100,7 @@ class Snapshots(Service):
     def release(self, sender: Sender, message: m.ReleaseVersion, payload: Payload) -> list[Out]:
         self._versions = {number: kept for number, kept in self._versions.items() if number > message.number}
         self._epochs.validations.save(message.number)
-        self._journal.note(SavedEntry(message.number))
+        self._journal.note(self._epochs.validations.save, message.number)
         return [Out(sender.peer, m.CONTROL, m.VersionReleased())]
 
     def _version(self, number: int) -> SnapshotContents:
@@ -140,9 +138,8 @@ class Snapshots(Service):
         optimizer, weights, clock = part["optimizer"], part["weights"], int(part["clock"])
         if part.get("head") is not None:
             return ServedHead(optimizer, weights, clock, part["head"], groups, self._resolve, self._resolve_module)
-        room, servers = ROOM + int(part.get("room", 0)), int(part.get("servers", 1))
-        state = part.get("method")
-        return ServedParameters(optimizer, weights, clock, method, groups, self._resolve, state, room, servers=servers)
+        room, state = ROOM + int(part.get("room", 0)), part.get("method")
+        return ServedParameters(optimizer, weights, clock, method, groups, self._resolve, state, room)
 
 
 def _weights_of(contents: SnapshotContents) -> SnapshotContents:

@@ -16,36 +16,76 @@ from lightning_omni.server.service import Out, Payload, Peer, Sender, Service
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.handshake import Challenges, server_mac
-from lightning_omni.wire.messages import servers as sm
-
-# --- Ranks ------------------------------------------------------------------------------------------------------------
 
 LATELY = 64
 """Pushes over which their time is averaged: if groups synchronize, the last one takes far longer than the others."""
 RATE_WINDOW = 10.0
 """Seconds over which the rate of updates is measured."""
-_ENDS = (sm.PartReady, sm.DecideRequest)
-"""Messages after which an earlier part is handled, because another server has its own part or the push was decided."""
+
+
+# --- Observers --------------------------------------------------------------------------------------------------------
+
+# Rule 1: an observer proves that it holds the run's key, as a rank does; the server answers no other process.
+# Rule 2: an observer does not participate: no rank and no collective waits for it. It changes the run only by `Evict`
+# and `RegisterGroup`. It stays connected after the run, and observes the next one.
+
+MOST_OBSERVERS = 64
+"""The most observers; a further one displaces the one admitted first."""
+MOST_CHALLENGED = 256
+"""The most connections with an open challenge; a further one displaces the first."""
+LONGEST_LOG = 256
+"""The most entries in the log; the oldest are dropped."""
+
+
+class RunEvent(NamedTuple):
+    at: float
+    kind: str
+    text: str
+
+
+class Observers:
+    def __init__(self, key: bytes, random: Callable[[int], bytes]) -> None:
+        self._key, self._random = key, random
+        self.challenges = Challenges[m.Observe](random, MOST_CHALLENGED)
+        self.peers: dict[Peer, None] = {}  # in the order of admission
+        self._noise = b""
+
+    def admit(self, peer: Peer, proof: m.ObserverProof) -> bytes:
+        hello, challenge = self.challenges.proved(peer, proof.mac, lambda _: self._key)
+        self.peers[peer] = None
+        while len(self.peers) > MOST_OBSERVERS:
+            self.peers.pop(next(iter(self.peers)))
+        return server_mac(self._key, hello, challenge)
+
+    def noise(self, nbytes: int) -> bytes:
+        """Return bytes that no link can compress."""
+        self._noise = self._noise or self._random(m.LARGEST_ECHO)
+        return self._noise[:nbytes]
 
 
 class StatusService(Service):
-    """The service that measures the server and collects the ranks' step times.
+    """The service that measures the server, reports on the run to ranks and observers, and keeps its log.
 
     Args:
         strangers: returns `ServerCore.strangers`.
-        handled: returns the number of handled pushes, including those of earlier groups.
+        handled: returns the number of the run's pushes that this process has handled.
 
     Attributes:
-        total_serve_time: seconds spent on all ``pushes`` of the run by this process.
+        total_serve_time: seconds spent on them.
     """
 
     def __init__(
-        self, run: RunContext, clock: Callable[[], float], strangers: Callable[[], int], handled: Callable[[], int]
+        self,
+        run: RunContext,
+        observers: Observers,
+        clock: Callable[[], float],
+        strangers: Callable[[], int],
+        handled: Callable[[], int],
+        description: Callable[[], m.ServerDescription],
     ) -> None:
-        self._roster, self._store = run.roster, run.store
-        self._clock = clock
-        self._strangers = strangers
-        self._handled = handled
+        self._roster, self._store, self._epochs, self._journal = run.roster, run.store, run.epochs, run.journal
+        self._now, self._clock, self._observers = run.now, clock, observers
+        self._strangers, self._handled, self._description = strangers, handled, description
         self._rate: deque[tuple[float, int]] = deque()
         self._began: float | None = None
         self._is_part = False  # whether the current message is a push, or this server's part of one
@@ -53,17 +93,17 @@ class StatusService(Service):
         self._unfinished = 0.0  # duration of the parts of unfinished pushes
         self._serve_times: deque[float] = deque(maxlen=LATELY)
         self._serves = False
-        self.pushes = 0
         self.total_serve_time = 0.0
+        self._run_events: deque[RunEvent] = deque(maxlen=LONGEST_LOG)
+        self._saves, self._saved_at = run.journal.saves, -math.inf
+        self._joined: set[int] = set()
+        self._lost: set[int] = set()
+        self._left: set[int] = set()
 
-    def form(self, topology: Topology, method: Method, message: m.FormGroups) -> None:
-        self._serve_times.clear()
-        self._serves = False
-        self._unfinished = 0.0
+    # --- Time of pushes ----------------------------------------------------------------------------------------------
 
     def begin(self, message: m.Message) -> None:
-        self._is_part = isinstance(message, m.PushMessage)
-        self._began = self._clock() if self._is_part or isinstance(message, _ENDS) else None
+        self._is_part, self._began = isinstance(message, m.PushMessage), self._clock()
         self._handled_before = self._handled()
 
     def end(self) -> None:
@@ -78,16 +118,36 @@ class StatusService(Service):
         self._unfinished += lasted
         if not handled:
             return
-        self.pushes += handled
         if self._serves:
             self._serve_times.append(self._unfinished / handled)
         self._serves = True  # the first push after groups were formed allocates memory
         self._unfinished = 0.0
 
-    def tick(self, now: float) -> None:
-        self._rate.append((now, self._store.clock))
-        while now - self._rate[0][0] > RATE_WINDOW:
-            self._rate.popleft()
+    # --- Messages ----------------------------------------------------------------------------------------------------
+
+    def check(self, peer: Peer) -> None:
+        if peer not in self._observers.peers:
+            raise Refused("stranger", "say Hello first: this connection has not been admitted")
+
+    def hello(self, sender: Sender, message: m.Observe, payload: Payload) -> list[Out]:
+        return [Out(sender.peer, m.CONTROL, m.Challenge(nonce=self._observers.challenges.ask(sender.peer, message)))]
+
+    def admit(self, sender: Sender, message: m.ObserverProof, payload: Payload) -> list[Out]:
+        return [Out(sender.peer, m.CONTROL, m.ObserverWelcome(mac=self._observers.admit(sender.peer, message)))]
+
+    def ask_overview(self, sender: Sender, message: m.AskOverview, payload: Payload) -> list[Out]:
+        return [Out(sender.peer, m.CONTROL, self.overview())]
+
+    def describe(self, sender: Sender, message: m.AskServer, payload: Payload) -> list[Out]:
+        return [Out(sender.peer, m.CONTROL, self._description())]
+
+    def echo(self, sender: Sender, message: m.Echo, payload: Payload) -> list[Out]:
+        if not 0 <= message.nbytes <= m.LARGEST_ECHO:
+            raise MalformedMessage(f"{message.nbytes} bytes cannot be sent back; ask for {m.LARGEST_ECHO} at most")
+        back = (self._observers.noise(message.nbytes),) if message.nbytes else ()
+        return [Out(sender.peer, m.CONTROL, m.Echoed(), back)]
+
+    # --- Status ------------------------------------------------------------------------------------------------------
 
     def heartbeat(self, sender: Sender, message: m.Heartbeat, payload: Payload) -> list[Out]:
         self._roster.members[sender.rank].update(message)
@@ -108,7 +168,7 @@ class StatusService(Service):
             updates_per_second=max(rate, 0.0),
             refused=sum(served.counts.refused for served in self._store.all),
             strangers=self._strangers(),
-            groups=tuple(self._group_status(group) for group in self._roster.groups),
+            groups=tuple(self._group_status(group) for group in self._roster.formed.alive),
             staleness=tuple(staleness[t] for t in range(max(staleness, default=-1) + 1)),
             lost=self._roster.lost_ranks,
             head_time=sum(head.access_time for _, head in self._store.heads),
@@ -139,110 +199,11 @@ class StatusService(Service):
             incarnation=identity.incarnation,
         )
 
-
-def _mean(values: list[float]) -> float:
-    return sum(values) / len(values) if values else 0.0
-
-
-# --- Observers --------------------------------------------------------------------------------------------------------
-
-# Rule 1: an observer proves that it holds the run's key, as a rank does; the server answers no other process.
-# Rule 2: an observer does not participate: no rank and no collective waits for it. It changes the run only by `Evict`
-# and `RegisterGroup`. It stays connected after the run, and observes the next one.
-
-MOST_OBSERVERS = 64
-"""The most observers; a further one displaces the one admitted first."""
-MOST_CHALLENGED = 256
-"""The most connections with an open challenge; a further one displaces the first."""
-LONGEST_LOG = 256
-"""The most entries in the log; the oldest are dropped."""
-
-
-class RunEvent(NamedTuple):
-    at: float
-    kind: str
-    text: str
-
-
-class Observers:
-    def __init__(self, key: bytes, random: Callable[[int], bytes]) -> None:
-        self._key, self._random = key, random
-        self.challenges = Challenges[m.Observe](random, MOST_CHALLENGED)
-        self._admitted: dict[Peer, None] = {}
-        self._noise = b""
-
-    @property
-    def peers(self) -> list[Peer]:
-        return list(self._admitted)
-
-    def has(self, peer: Peer) -> bool:
-        return peer in self._admitted
-
-    def admit(self, peer: Peer, proof: m.ObserverProof) -> bytes:
-        hello, challenge = self.challenges.proved(peer, proof.mac, lambda _: self._key)
-        self._admitted[peer] = None
-        while len(self._admitted) > MOST_OBSERVERS:
-            self._admitted.pop(next(iter(self._admitted)))
-        return server_mac(self._key, hello, challenge)
-
-    def noise(self, nbytes: int) -> bytes:
-        """Return bytes that no link can compress."""
-        self._noise = self._noise or self._random(m.LARGEST_ECHO)
-        return self._noise[:nbytes]
-
-    def forget(self, peer: Peer) -> None:
-        self._admitted.pop(peer, None)
-
-
-class RunObservation(Service):
-    """The service that answers observers and keeps a log of the run."""
-
-    def __init__(
-        self,
-        run: RunContext,
-        monitoring: StatusService,
-        observers: Observers,
-        over: Callable[[], str],
-        description: Callable[[], m.ServerDescription],
-    ) -> None:
-        self._roster, self._epochs, self._journal, self._now = run.roster, run.epochs, run.journal, run.now
-        self._status_service, self._observers = monitoring, observers
-        self._over, self._description = over, description
-        self._run_events: deque[RunEvent] = deque(maxlen=LONGEST_LOG)
-        self._saves, self._saved_at = run.journal.saves, -math.inf
-        self._joined: set[int] = set()
-        self._lost: set[int] = set()
-        self._left: set[int] = set()
-
-    # --- Messages ----------------------------------------------------------------------------------------------------
-
-    def check(self, peer: Peer) -> None:
-        if not self._observers.has(peer):
-            raise Refused("stranger", "say Hello first: this connection has not been admitted")
-
-    def hello(self, sender: Sender, message: m.Observe, payload: Payload) -> list[Out]:
-        return [Out(sender.peer, m.CONTROL, m.Challenge(nonce=self._observers.challenges.ask(sender.peer, message)))]
-
-    def admit(self, sender: Sender, message: m.ObserverProof, payload: Payload) -> list[Out]:
-        return [Out(sender.peer, m.CONTROL, m.ObserverWelcome(mac=self._observers.admit(sender.peer, message)))]
-
-    def ask(self, sender: Sender, message: m.AskOverview, payload: Payload) -> list[Out]:
-        return [Out(sender.peer, m.CONTROL, self.overview())]
-
-    def describe(self, sender: Sender, message: m.AskServer, payload: Payload) -> list[Out]:
-        return [Out(sender.peer, m.CONTROL, self._description())]
-
-    def echo(self, sender: Sender, message: m.Echo, payload: Payload) -> list[Out]:
-        if not 0 <= message.nbytes <= m.LARGEST_ECHO:
-            raise MalformedMessage(f"{message.nbytes} bytes cannot be sent back; ask for {m.LARGEST_ECHO} at most")
-        back = (self._observers.noise(message.nbytes),) if message.nbytes else ()
-        return [Out(sender.peer, m.CONTROL, m.Echoed(), back)]
-
     # --- Overview ----------------------------------------------------------------------------------------------------
 
     def overview(self) -> m.Overview:
         roster, epochs, now, formed = self._roster, self._epochs, self._now(), self._roster.formed.message
-        status = self._status_service.status(0.0)
+        status = self.status(0.0)
         return m.Overview(
             run=roster.run,
             age=now - roster.began if roster.run else 0.0,
@@ -256,10 +217,10 @@ class RunObservation(Service):
             wire_format=formed.wire_format if formed else None,
             plan=epochs.plan,
             trained=epochs.progress,
-            pushes=self._status_service.pushes,
-            serve_time=self._status_service.total_serve_time,
+            pushes=self._handled(),
+            serve_time=self.total_serve_time,
             log=tuple(m.LogEntry(now - each.at, each.kind, each.text) for each in self.run_events),
-            over=self._over(),
+            over=roster.over,
             saved=now - self._saved_at if math.isfinite(self._saved_at) else -1.0,
             metrics=self._metrics(),
         )
@@ -279,18 +240,20 @@ class RunObservation(Service):
             hosts=tuple(dict.fromkeys(member.host for member in members if member.host)),
             age=now - max((member.since for member in members), default=now),
             silence=now - min((member.last_seen for member in members), default=now),
-            samples=self._epochs.samples[status.group] if self._epochs.book is not None else None,
+            samples=self._epochs.samples.get(status.group, 0) if self._epochs.book is not None else None,
         )
 
     # --- Log ---------------------------------------------------------------------------------------------------------
 
     @property
     def run_events(self) -> Sequence[RunEvent]:
-        self.tick(self._now())
+        self._log_ranks(self._now())
         return self._run_events
 
     def form(self, topology: Topology, method: Method, message: m.FormGroups) -> None:
-        self.tick(self._now())
+        self._serve_times.clear()
+        self._serves, self._unfinished = False, 0.0
+        self._log_ranks(self._now())
         names = ", ".join(self._roster.formed.identity(group).name for group in topology.alive)
         groups = counted(len(topology.alive), "group")
         self._note(self._now(), "formed", f"{groups} formed ({names}): {method!r}")
@@ -306,11 +269,17 @@ class RunObservation(Service):
         self._note(self._now(), "restored", text)
 
     def join(self, group: int, ranks: tuple[int, ...]) -> None:
-        self.tick(self._now())
+        self._log_ranks(self._now())
         name = self._roster.formed.identity(group).name
         self._note(self._now(), "joined", f"group {name} takes part: {ranks_text(ranks)}")
 
     def tick(self, now: float) -> None:
+        self._rate.append((now, self._store.clock))
+        while now - self._rate[0][0] > RATE_WINDOW:
+            self._rate.popleft()
+        self._log_ranks(now)
+
+    def _log_ranks(self, now: float) -> None:
         """Log ranks that joined, were lost or left since the last call, and why the run cannot continue."""
         roster = self._roster
         if self._journal.saves != self._saves:
@@ -324,9 +293,8 @@ class RunObservation(Service):
             self._note(now, "lost", f"{ranks_text(ranks)} lost: {reason}")
         if left := sorted(roster.gone - roster.lost.keys() - self._left):
             self._note(now, "left", f"{ranks_text(left)} left in good order")
-        over = self._over()
-        if over and not any(each.kind == "over" for each in self._run_events):
-            self._note(now, "over", f"the run is over: {over}")
+        if roster.over and not any(each.kind == "over" for each in self._run_events):
+            self._note(now, "over", f"the run is over: {roster.over}")
         self._joined.update(new)
         self._lost.update(lost)
         self._left.update(left)
@@ -350,3 +318,7 @@ def ranks_text(ranks: Iterable[int]) -> str:
             runs.append([rank])
     parts = [str(run[0]) if len(run) == 1 else f"{run[0]} to {run[1]}" for run in runs]
     return f"rank{'s' * (len(runs) > 1 or any(len(run) > 1 for run in runs))} {', '.join(parts)}"
+
+
+def _mean(values: list[float]) -> float:
+    return sum(values) / len(values) if values else 0.0

@@ -11,7 +11,6 @@ from torch import Tensor
 
 from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError, Refused, StepFailed
 from lightning_omni.methods import Method, Reply
-from lightning_omni.server.admission import Admission
 from lightning_omni.server.event_log import Kind
 from lightning_omni.server.parameters.push_checks import Deliveries, Delivery, is_finite
 from lightning_omni.server.parameters.served_parameters import ServedParameters
@@ -19,11 +18,8 @@ from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service, as_tensor, bytes_of, nbytes_of
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.codec import check_specs, unpack
+from lightning_omni.wire.codec import Packed, check_specs, unpack
 from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, check_size, decode, from_wire
-from lightning_omni.wire.journal import RestructuredEntry
-from lightning_omni.wire.layout import Layout
-from lightning_omni.wire.messages import servers as sm
 
 LARGEST_NOTED = 256 << 20
 """The most bytes of added parameters in the journal; larger ones are only saved with the state, which is then due."""
@@ -37,13 +33,12 @@ class Training(Service):
         pushes: number of all pushes of this run to this process.
     """
 
-    def __init__(self, run: RunContext, admission: Admission) -> None:
+    def __init__(self, run: RunContext) -> None:
         self._roster, self._store, self._epochs = run.roster, run.store, run.epochs
         self._events, self._journal, self._replication = run.events, run.journal, run.replication
-        self._admission = admission
         self._deliveries = Deliveries()
         self._pending: dict[int, m.PushMessage] = {}  # group: the push that waits
-        self._idle_elsewhere: set[int] = set()
+        self._idle_elsewhere: set[int] = set()  # groups that wait with one optimizer's push, and idle at the others
         self._idle: set[int] = set()  # groups that wait for others, and not for the answer to a push
         self.handled: Counter[int] = Counter()
         self.pushes = 0
@@ -64,8 +59,10 @@ class Training(Service):
         self._idle.clear()
 
     def apply_settings(self, formed: m.FormGroups) -> None:
-        self._wire_format = from_wire(formed.wire_format).pushes
-        self._store.answer_as(formed)
+        wire_format = from_wire(formed.wire_format)
+        self._wire_format = wire_format.pushes
+        for _, served in self._store.pushed:
+            served.answer_in(wire_format.answers)
 
     def join(self, group: int, ranks: tuple[int, ...]) -> None:
         for number, served in enumerate(self._store.all):
@@ -80,7 +77,7 @@ class Training(Service):
 
     @property
     def all_answered(self) -> bool:
-        return not any(group in self._roster.groups for group in self._pending)
+        return not any(group in self._roster.formed.alive for group in self._pending)
 
     @property
     def due(self) -> float:
@@ -92,7 +89,7 @@ class Training(Service):
 
     def expire(self, now: float) -> list[Out]:
         if self.due <= now:
-            self._replication.send_to_all(sm.ExpireTimers())
+            self._replication.send_to_all(self.expire, now)
         out: list[Out] = []
         for number, served in self._store.pushed:
             if served.method_side.due <= now:
@@ -103,16 +100,15 @@ class Training(Service):
                     served.method_side.due = math.inf  # it would fail at once again, without end
                     raise StepFailed(str(error)) from error
                 self._events.note("expire", -1, number)
-                out += self._answers(number, replies)
+                out += [self._answer(number, reply, only=len(replies) == 1) for reply in replies]
         return out
 
     def resolve_pending(self) -> list[Out]:
         out = []
         for number, served in enumerate(self._store.all):
             for group, good in served.averaged(self._waited_for(number)) if served.averaging else ():
-                peer, refused = self._admission.leader_peer(group), served.counts.refused_in_row[group]
-                parts = _master_weights(served, group)
-                out.append(self._weights(peer, number, parts, applied=good, refused_in_row=refused))
+                peer = self._roster.exchange_peer(group, self._replication.number)
+                out.append(self._weights(peer, number, group, _master_weights(served, group), applied=good))
         return out
 
     def _waited_for(self, number: int) -> set[int]:
@@ -121,7 +117,7 @@ class Training(Service):
         These groups have continued with the next optimizer's mean, or wait for all others.
         """
         later = {group for served in self._store.all[number + 1 :] for group in served.averaging}
-        return set(self._roster.groups) - ((self._idle | later) - set(self._store.all[number].averaging))
+        return set(self._roster.formed.alive) - ((self._idle | later) - set(self._store.all[number].averaging))
 
     def state(self) -> dict[str, Any]:
         return {"handled": dict(self.handled), "deliveries": self._deliveries.state()}
@@ -154,7 +150,7 @@ class Training(Service):
         if message.epoch >= 0:
             self._epochs.check_trained(group, message.epoch, message.trained)
         layout = served.layout_of_push(group, message)
-        tensors = self._decode(as_tensor(payload), layout)
+        tensors = decode(self._wire_format, as_tensor(payload), layout, self._memory)
         replies = served.push(group, message, tensors, layout, sender.finite)
         self.handled[group] += 1
         self.pushes += 1
@@ -166,19 +162,20 @@ class Training(Service):
         if replies is None:
             if message.pull:
                 served.method_side.fetched(group)
-            refused, parts = served.counts.refused_in_row[group], _pulled(served, Reply(group, -1), message)
-            more = {"refused_in_row": refused, "fragment": message.fragment}
-            return [self._weights(sender.peer, number, parts, applied=False, **more)]
+            parts = _pulled(served, Reply(group, -1), message)
+            return [self._weights(sender.peer, number, group, parts, message, applied=False)]
         self._pending[group] = message
-        out = self._answers(number, replies)
-        if group in self._pending:
-            out += self._idle_at_others(group, number)
+        out = [self._answer(number, reply, only=len(replies) == 1) for reply in replies]
+        if group in self._pending and len(self._store.pushed) > 1:
+            # Otherwise two groups with different orders of optimizers could wait for each other forever.
+            self._idle_elsewhere.add(group)
+            out += self._notify_sides("idle", group, "rest", but=number)
         return out
 
     def is_push_finite(self, sender: Sender, message: m.PushMessage, payload: Payload) -> bool:
         served = self._store.optimizer(message.optimizer)
         layout = served.layout_of_push(sender.group, message)
-        return is_finite(layout, self._decode(as_tensor(payload), layout))
+        return is_finite(layout, decode(self._wire_format, as_tensor(payload), layout, self._memory))
 
     def _answer_again(
         self, sender: Sender, message: m.PushMessage, served: ServedParameters, last: Delivery
@@ -186,24 +183,10 @@ class Training(Service):
         """Answer a repeated push; an answer that is still pending is sent once."""
         if not last.is_answered:
             return []
-        group, refused = sender.group, served.counts.refused_in_row[sender.group]
-        served.method_side.fetched(group)
-        return [
-            self._weights(
-                sender.peer,
-                message.optimizer,
-                _pulled(served, Reply(group, -1), message),
-                staleness=last.staleness,
-                applied=last.applied,
-                refused_in_row=refused,
-                fragment=message.fragment,
-                repeated=True,
-            )
-        ]
-
-    def _decode(self, payload: Tensor, layout: Layout) -> Tensor:
-        check_size(self._wire_format, payload.numel(), layout)
-        return decode(self._wire_format, payload, layout, self._memory)
+        served.method_side.fetched(sender.group)
+        parts = _pulled(served, Reply(sender.group, -1), message)
+        where = sender.peer, message.optimizer, sender.group
+        return [self._weights(*where, parts, message, staleness=last.staleness, applied=last.applied, repeated=True)]
 
     def fetch(self, sender: Sender, message: m.FetchMessage, payload: Payload) -> list[Out]:
         served, group = self._store.optimizer(message.optimizer), sender.group
@@ -213,7 +196,7 @@ class Training(Service):
                 self._epochs.train(group, message.epoch, message.trained)
             served.method_side.fetched(group)
             self._events.note("fetch", group, message.optimizer, epoch=message.epoch, spans=spans)
-        return [self._weights(sender.peer, message.optimizer, _master_weights(served, group))]
+        return [self._weights(sender.peer, message.optimizer, -1, _master_weights(served, group))]
 
     def check_average(self, sender: Sender, message: m.AverageMessage) -> int:
         layout = self._store.optimizer(message.optimizer).layout_of_average(sender.group, message.absent)
@@ -251,7 +234,7 @@ class Training(Service):
         except Exception as error:  # torch raises various errors on invalid groups and states
             raise MalformedMessage(f"no parameter groups: {type(error).__name__}: {error}") from error
         if self._journal.write is not None and message.nbytes <= LARGEST_NOTED:
-            self._journal.note(RestructuredEntry(group, message.optimizer, message.packed, bytes_of(payload)))
+            self._journal.note(self.restructure_again, group, message.optimizer, message.packed, bytes_of(payload))
         self._journal.is_due = True
         known = served.layout_of(group)
         self._events.note(
@@ -266,8 +249,8 @@ class Training(Service):
         answer = m.Restructured(optimizer=message.optimizer, layout=known.version, nbytes=rest.numel())
         return [Out(sender.peer, m.DATA, answer, (rest,))]
 
-    def redo(self, entry: RestructuredEntry) -> None:
-        self._store.optimizer(entry.optimizer).restructure(entry.group, unpack(entry.packed, as_tensor(entry.payload)))
+    def restructure_again(self, group: int, optimizer: int, packed: Packed, payload: bytes) -> None:
+        self._store.optimizer(optimizer).restructure(group, unpack(packed, as_tensor(payload)))
 
     # --- Idle groups -------------------------------------------------------------------------------------------------
 
@@ -275,13 +258,13 @@ class Training(Service):
         """Mark a leader's group as idle, and return the answers that waited for its pushes; ignore other ranks."""
         if not self._roster.formed.is_leader(rank):
             return []
-        self._replication.send_to_all(sm.IdleLeader(rank=rank))
+        self._replication.send_to_all(self.idle, rank)
         self._idle.add(group := self._roster.formed.group_of(rank))
         return [*self._notify_sides("idle", group, "rest"), *self.resolve_pending()]
 
     def resume(self, rank: int) -> None:
         if self._roster.formed.is_leader(rank):
-            self._replication.send_to_all(sm.ResumeLeader(rank=rank))
+            self._replication.send_to_all(self.resume, rank)
             self._idle.discard(group := self._roster.formed.group_of(rank))
             self._resume_group(group)
 
@@ -290,16 +273,6 @@ class Training(Service):
             if number != but:
                 served.method_side.resume(group)
                 self._events.note("resume", group, number)
-
-    def _idle_at_others(self, group: int, number: int) -> list[Out]:
-        """Mark a group that waits with one optimizer's push as idle at the other optimizers.
-
-        Otherwise two groups with different orders of optimizers could wait for each other forever.
-        """
-        if len(self._store.pushed) == 1:
-            return []
-        self._idle_elsewhere.add(group)
-        return self._notify_sides("idle", group, "rest", but=number)
 
     def _notify_sides(self, what: Literal["idle", "evict"], group: int, note: Kind, but: int = -1) -> list[Out]:
         out: list[Out] = []
@@ -314,32 +287,46 @@ class Training(Service):
 
     # --- Answers -----------------------------------------------------------------------------------------------------
 
-    def _answers(self, number: int, replies: list[Reply]) -> list[Out]:
-        return [self._answer(number, reply, only=len(replies) == 1) for reply in replies]
-
     def _answer(self, number: int, reply: Reply, only: bool) -> Out:
         """Return the answer to a group's pending push; ``only`` if it is sent before another one is made."""
-        served, peer = self._store.optimizer(number), self._admission.leader_peer(reply.group)
-        push = self._pending.pop(reply.group, None)
+        peer = self._roster.exchange_peer(reply.group, self._replication.number)
+        served, push = self._store.optimizer(number), self._pending.pop(reply.group, None)
         self._deliveries.answer(reply.group, number, reply.staleness)
         if reply.group in self._idle_elsewhere:
             self._idle_elsewhere.discard(reply.group)
             self._resume_group(reply.group, but=number)
         parts = _pulled(served, reply, push, copies=not only)
-        fragment, refused = push.fragment if push is not None else -1, served.counts.refused_in_row[reply.group]
-        more = {"refused_in_row": refused, "note": reply.note, "fragment": fragment}
-        return self._weights(peer, number, parts, staleness=reply.staleness, **more)
+        return self._weights(peer, number, reply.group, parts, push, staleness=reply.staleness, note=reply.note)
 
-    def _weights(self, peer: Peer, optimizer: int, parts: tuple[Payload, ...], **outcome: Any) -> Out:
+    def _weights(
+        self,
+        peer: Peer,
+        optimizer: int,
+        group: int,
+        parts: tuple[Payload, ...],
+        push: m.PushMessage | None = None,
+        *,
+        staleness: int = -1,
+        applied: bool = True,
+        note: float = 0.0,
+        repeated: bool = False,
+    ) -> Out:
+        """Return weights for a group, -1 outside of an exchange; ``push`` is the one that they answer, if any."""
+        served = self._store.all[optimizer]
         message = m.Weights(
             optimizer=optimizer,
-            clock=self._store.optimizer(optimizer).master.clock,
+            clock=served.master.clock,
+            staleness=staleness,
+            applied=applied,
+            refused_in_row=served.counts.refused_in_row[group],
+            note=note,
+            repeated=repeated,
+            fragment=push.fragment if push is not None else -1,
             progress=self._epochs.progress,
             stop=self._epochs.stop,
             validations=self._epochs.validations.complete,
             nbytes=sum(map(nbytes_of, parts)),
-            groups=self._roster.joined_groups,
-            **{"staleness": -1, "applied": True, "refused_in_row": 0, **outcome},
+            groups=len(self._roster.formed.alive) if self._roster.joining else 0,
         )
         return Out(peer, m.DATA, message, parts)
 

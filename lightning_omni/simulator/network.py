@@ -216,6 +216,12 @@ class Exchanges:
     def _is_at_home(self, group: int, server: int) -> bool:
         return self._cluster.servers == "per-node" and self.nodes[group] == server
 
+    # --- From group to group -----------------------------------------------------------------------------------------
+
+    def to_peer(self, nbytes: int = 0) -> float:
+        """Return the arrival of a message to another group that is sent now. Links between groups are not shared."""
+        return self._engine.now + self._link.seconds(nbytes)
+
     # --- A merged head, which the first server holds -----------------------------------------------------------------
 
     def to_head(self, group: int, nbytes: int, answers: tuple[int, int], size: int) -> Timeline:

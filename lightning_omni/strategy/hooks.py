@@ -582,9 +582,6 @@ class OmniStrategyHooks(_Base):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        is_plain = type(self.checkpoint_io) is self.namespace.plain_checkpoint_io  # the user has passed no plugin
-        if is_plain and not self.parts.checkpoints.saves_folders:
-            self.checkpoint_io = self.namespace.checkpoint_io()
         write = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
         self.parts.checkpoints.save(write, checkpoint, filepath, storage_options)
 

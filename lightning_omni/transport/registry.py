@@ -22,7 +22,6 @@ from lightning_omni.errors import (
     MalformedMessage,
     OmniError,
     ProtocolError,
-    Refused,
 )
 from lightning_omni.registry import Registry, name_of, to_wire
 from lightning_omni.server.service import Out, Peer
@@ -69,9 +68,7 @@ def allowed(core: ServerCore, channel: m.Channel, peer: Peer, data: bytes | memo
 
 
 def refusal(core: ServerCore, channel: m.Channel, peer: Peer, error: ProtocolError) -> list[Out]:
-    if isinstance(error, Refused):  # the server has counted it
-        return [Out(peer, channel, m.RefusedMessage(code=error.code, reason=str(error))), *core.replication.drain()]
-    return [*core.refuse(channel, peer, str(error)), *core.replication.drain()]
+    return core.refuse(channel, peer, error)
 
 
 # --- Transports ------------------------------------------------------------------------------------------------------

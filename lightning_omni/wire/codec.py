@@ -16,7 +16,6 @@ from lightning_omni.wire.layout import Layout, TensorSpec, spec_of
 
 _TENSOR, _TUPLE = 1, 2
 _MOST_NESTED = 500
-_MAX_DEPTH = 32
 
 
 class Packed(msgspec.Struct, frozen=True):
@@ -92,22 +91,11 @@ def unpack(packed: Packed, buffer: Tensor, copy: bool = False) -> Any:
         if code == _TENSOR:
             return views[int(bytes(data))]
         if code == _TUPLE:
-            return tuple(decode(bytes(data)))
+            return tuple(msgspec.msgpack.decode(data, ext_hook=from_ext))
         raise ValueError(f"unknown extension {code}")
 
-    depth = 0
-
-    def decode(data: bytes) -> Any:
-        nonlocal depth
-        if depth == _MAX_DEPTH:
-            raise ValueError("nested too deeply")
-        depth += 1
-        tree = msgspec.msgpack.decode(data, ext_hook=from_ext)
-        depth -= 1
-        return tree
-
     try:
-        tree = decode(packed.tree)
+        tree = msgspec.msgpack.decode(packed.tree, ext_hook=from_ext)
         _check_nesting(tree)
         return tree
     except (msgspec.MsgspecError, ValueError, TypeError, IndexError, RecursionError) as error:

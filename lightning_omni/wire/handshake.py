@@ -98,18 +98,9 @@ def join_as_follower(request: Request, key: bytes, hello: FollowerHello, where: 
     """Perform the handshake of a server that holds a partition with the coordinating server.
 
     Raises:
-        Refused: the coordinating server refuses this one, does not hold the key, or coordinates no others.
+        Refused: the coordinating server refuses this one, or does not hold the key.
     """
-    try:
-        welcome, _ = _prove(request, key, hello, (Challenge, FollowerProof, FollowerWelcome), _other_server(where))
-    except Refused as no:
-        if no.code != "malformed":  # a server that coordinates no others knows no such message
-            raise
-        raise Refused(
-            "follower",
-            f"the server at {where} coordinates no others: start it with --servers {hello.servers}, or pass the address"
-            " of server 0",
-        ) from no
+    welcome, _ = _prove(request, key, hello, (Challenge, FollowerProof, FollowerWelcome), _other_server(where))
     return welcome  # type: ignore[no-any-return]
 
 

@@ -1,171 +1,91 @@
 """The journal of decisions that ranks have received since the server's state was last saved.
 
 When a server dies, its weights return to the last save, but decisions sent to ranks must stay valid: drawn samples,
-next steps, completed collectives, lost ranks. A server that continues from the save replays them.
+next steps, completed collectives, lost ranks. A server that continues from the save makes the calls in the journal
+again. Servers with a partition each stay alike by calls, too.
 
-Rule: an entry is written before the answer that follows from it leaves the server.
+Rule: a call is written before the answer that follows from it leaves the server.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable
+from functools import cache
+from types import GenericAlias, MethodType
+from typing import Any, cast, get_type_hints
 
 import msgspec
+from typing_extensions import TypeVarTuple, Unpack
 
-from lightning_omni.wire.codec import Packed
-from lightning_omni.wire.messages import AskNext, EpochPlan, Join, LeaveEpoch
+from lightning_omni.errors import MalformedMessage
 
-
-class Entry(msgspec.Struct, frozen=True, tag=True, array_like=True):
-    """The base of all entries."""
+Arguments = TypeVarTuple("Arguments")
 
 
-class OpenedEntry(Entry, frozen=True):
-    plan: EpochPlan
+class Call(msgspec.Struct, frozen=True, array_like=True):
+    """A call of a method of the server, with its encoded arguments.
+
+    Example:
+        >>> numbers = set()
+        >>> call = Call.of(numbers.add, 3)
+        >>> call.method
+        'set.add'
+    """
+
+    method: str
+    arguments: bytes
+
+    @classmethod
+    def of(cls, method: Callable[[Unpack[Arguments]], object], *arguments: Unpack[Arguments]) -> Call:
+        return cls(method.__qualname__, msgspec.msgpack.encode(arguments))
+
+    def make(self, methods: Iterable[Callable[..., Any]]) -> Any:
+        """Call the one of these methods that has the name.
+
+        Raises:
+            MalformedMessage: none has it, or it takes other arguments.
+        """
+        method = next((each for each in methods if each.__qualname__ == self.method), None)
+        try:
+            if method is None:
+                raise MalformedMessage(f"no server repeats a call of {self.method!r}")
+            arguments = _decoder_of(cast(MethodType, method).__func__).decode(self.arguments)
+        except msgspec.MsgspecError as error:
+            raise MalformedMessage(f"a call of {self.method} has other arguments: {error}") from error
+        return method(*arguments)
 
 
-class TrainedEntry(Entry, frozen=True):
-    """Trained batches; unless the training ``counts``, it was declined, and other groups get the batches."""
-
-    group: int
-    epoch: int
-    batches: int
-    counts: bool
+@cache
+def _decoder_of(function: Callable[..., Any]) -> msgspec.msgpack.Decoder[tuple[Any, ...]]:
+    kinds = get_type_hints(function)
+    del kinds["return"]
+    return msgspec.msgpack.Decoder(GenericAlias(tuple, tuple(kinds.values())))
 
 
-class DrawnEntry(Entry, frozen=True):
-    group: int
-    number: int
-
-
-class AskedEntry(Entry, frozen=True):
-    group: int
-    rank: int
-    question: AskNext
-
-
-class ResolvedEntry(Entry, frozen=True):
-    """The point in the order of entries at which waiting ranks received decisions on their next step."""
-
-    all_answered: bool
-
-
-class LeftEpochEntry(Entry, frozen=True):
-    group: int
-    message: LeaveEpoch
-
-
-class GatheredEntry(Entry, frozen=True):
-    number: int
-    ranks: tuple[int, ...]
-    payloads: tuple[bytes, ...]
-
-
-class ClaimedEntry(Entry, frozen=True):
-    group: int
-    epoch: int
-    passed: int
-
-
-class EvaluatedEntry(Entry, frozen=True):
-    group: int
-    number: int
-    packed: Packed
-    payload: bytes
-
-
-class ReadEntry(Entry, frozen=True):
-    rank: int
-    number: int
-
-
-class SavedEntry(Entry, frozen=True):
-    """The number up to which validations are saved completely."""
-
-    number: int
-
-
-class LostEntry(Entry, frozen=True):
-    rank: int
-    reason: str
-    barred: bool = False
-
-
-class LeftEntry(Entry, frozen=True):
-    """A rank's orderly departure."""
-
-    rank: int
-    finished: bool
-
-
-class NumberedEntry(Entry, frozen=True):
-    """The assignment of all lower rank numbers to groups that are about to join."""
-
-    numbered: int
-
-
-class JoinedEntry(Entry, frozen=True):
-    rank: int
-    message: Join
-
-
-class RestructuredEntry(Entry, frozen=True):
-    group: int
-    optimizer: int
-    packed: Packed
-    payload: bytes
-
-
-class FormedEntry(Entry, frozen=True):
-    """The forming of other groups, which makes earlier saves useless."""
-
-
-class SeededEntry(Entry, frozen=True):
-    """The upload of weights, which makes earlier saves useless."""
-
-
-class RestartedEntry(Entry, frozen=True):
-    """A server's restart from the save; training since then no longer counts."""
-
-
-AnyEntry = (
-    OpenedEntry
-    | TrainedEntry
-    | DrawnEntry
-    | AskedEntry
-    | ResolvedEntry
-    | LeftEpochEntry
-    | GatheredEntry
-    | ClaimedEntry
-    | EvaluatedEntry
-    | ReadEntry
-    | SavedEntry
-    | LostEntry
-    | LeftEntry
-    | NumberedEntry
-    | JoinedEntry
-    | RestructuredEntry
-    | FormedEntry
-    | SeededEntry
-    | RestartedEntry
-)
+OUTDATED = Call("", b"")
+"""The entry of other weights or groups, from which no server continues an earlier save."""
 
 
 class Journal:
-    """The destination of entries.
+    """The destination of calls.
 
     Attributes:
-        write: function that takes each entry; None while nothing is saved.
+        write: function that takes each call; None while nothing is saved.
         is_due: whether to save the state soon.
         saves: number of saves that this server has completed.
     """
 
     def __init__(self) -> None:
-        self.write: Callable[[Entry], Any] | None = None
+        self.write: Callable[[Call], Any] | None = None
         self.is_due = False
         self.saves = 0
 
-    def note(self, entry: Entry) -> None:
+    def note(self, method: Callable[[Unpack[Arguments]], object], *arguments: Unpack[Arguments]) -> None:
         if self.write is not None:
-            self.write(entry)
+            self.write(Call.of(method, *arguments))
+
+    def outdate(self) -> None:
+        """Make earlier saves useless: other groups are formed, or other weights were uploaded."""
+        self.is_due = True
+        if self.write is not None:
+            self.write(OUTDATED)

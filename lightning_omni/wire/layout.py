@@ -8,8 +8,8 @@ Rule 3: an entry is a tensor, or a range of its elements if each of several proc
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Mapping, Sequence
-from functools import cached_property
+from collections.abc import Callable, Mapping, Sequence
+from functools import cache, cached_property, lru_cache
 from math import prod
 from typing import Any
 
@@ -168,26 +168,23 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     def subset(self, present: Sequence[bool]) -> Layout:
         """Return the layout of the tensors whose flag is set; the last `SUBSETS` are cached."""
-        if all(present):
-            return self
-        flags = tuple(present)
-        if flags not in self._subsets:
-            while len(self._subsets) >= SUBSETS:  # the used parameters may change at random
-                del self._subsets[next(iter(self._subsets))]
-            self._subsets[flags] = Layout(
-                tuple(spec for spec, there in zip(self.specs, flags, strict=True) if there), self.version
-            )
-        return self._subsets[flags]
+        return self if all(present) else self._subset(tuple(present))
 
     @cached_property
-    def _subsets(self) -> dict[tuple[bool, ...], Layout]:
-        return {}
+    def _subset(self) -> Callable[[tuple[bool, ...]], Layout]:  # the used parameters may change at random
+        return lru_cache(SUBSETS)(
+            lambda flags: Layout(
+                tuple(spec for spec, there in zip(self.specs, flags, strict=True) if there), self.version
+            )
+        )
 
     def pieces(self, number: int, of: int) -> Pieces:
         """Return a fragment's part of each entry, in elements relative to the entry."""
-        if of not in self._pieces:
-            self._pieces[of] = cut(self.sizes, of, self.first, self.servers)
-        return self._pieces[of][number]
+        return self._pieces(of)[number]
+
+    @cached_property
+    def _pieces(self) -> Callable[[int], Sequence[Pieces]]:
+        return cache(lambda of: cut(self.sizes, of, self.first, self.servers))
 
     def fragment(self, number: int | None, of: int) -> Layout:
         """Return the layout of one of ``of`` fragments, of whole entries and ranges; this one if the number is None.
@@ -196,21 +193,22 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
             >>> [spec.range for spec in Layout.of({"w": torch.ones(6), "b": torch.ones(2)}).fragment(1, of=2).specs]
             [(4, 6), None]
         """
-        if number is None:
-            return self
-        if (number, of) not in self._fragments:
-            specs = tuple(self.specs[place].part(where) for place, where in self.pieces(number, of))
-            self._fragments[number, of] = Layout(specs, self.version)
-        return self._fragments[number, of]
+        return self if number is None else self._fragment(number, of)
+
+    @cached_property
+    def _fragment(self) -> Callable[[int, int], Layout]:
+        return cache(lambda number, of: Layout(self._parts(self.pieces(number, of)), self.version))
 
     def chunks(self, nbytes: int) -> Sequence[tuple[Pieces, Layout]]:
         """Return the pieces and the layout of each chunk of the flat buffer, in order.
 
         A chunk has ``nbytes``, a multiple of `ALIGNMENT`; the last one may have fewer.
         """
-        if nbytes not in self._chunks:
-            self._chunks[nbytes] = [self._chunk(begin, begin + nbytes) for begin in range(0, self.nbytes, nbytes)]
-        return self._chunks[nbytes]
+        return self._chunks(nbytes)
+
+    @cached_property
+    def _chunks(self) -> Callable[[int], Sequence[tuple[Pieces, Layout]]]:
+        return cache(lambda size: [self._chunk(begin, begin + size) for begin in range(0, self.nbytes, size)])
 
     def _chunk(self, begin: int, end: int) -> tuple[Pieces, Layout]:
         pieces = []
@@ -218,19 +216,10 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
             start, stop = (min(max((bound - offset) // size, 0), count) for bound in (begin, end))
             if start < stop:
                 pieces.append(Piece(place, None if stop - start == count else (start, stop)))
-        return pieces, Layout(tuple(self.specs[place].part(where) for place, where in pieces))
+        return pieces, Layout(self._parts(pieces))
 
-    @cached_property
-    def _chunks(self) -> dict[int, Sequence[tuple[Pieces, Layout]]]:
-        return {}
-
-    @cached_property
-    def _pieces(self) -> dict[int, Sequence[Pieces]]:
-        return {}
-
-    @cached_property
-    def _fragments(self) -> dict[tuple[int, int], Layout]:
-        return {}
+    def _parts(self, pieces: Pieces) -> tuple[TensorSpec, ...]:
+        return tuple(self.specs[place].part(where) for place, where in pieces)
 
     def empty(self) -> Tensor:
         """Return a new buffer, uint8 ``(nbytes,)``, zeroed because the gaps between tensors are sent, too."""
@@ -305,12 +294,11 @@ class Structure(msgspec.Struct, frozen=True):
         return [next((home[place] for place in group if place in home), None) for group in self.groups]
 
 
-class Structures:
+class Structures(msgspec.Struct):
     """The structures of one optimizer since groups were formed, and each compute group's current one."""
 
-    def __init__(self, first: Structure) -> None:
-        self._all = [first]
-        self._at: dict[int, int] = {}
+    _all: list[Structure]
+    _at: dict[int, int] = {}
 
     @property
     def newest(self) -> Structure:
@@ -346,13 +334,6 @@ class Structures:
         if len(self._all) >= MOST_STRUCTURES:
             raise Refused("structure", f"parameter groups have been of {MOST_STRUCTURES} forms; change them less often")
         return None
-
-    def state(self) -> dict[str, Any]:
-        return {"all": [(each.size, each.groups) for each in self._all], "at": dict(self._at)}
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        self._all = [Structure(size, tuple(map(tuple, groups))) for size, groups in state["all"]]
-        self._at = dict(state["at"])
 
     def move(self, group: int, structure: Structure, number: int | None) -> None:
         if number is None:

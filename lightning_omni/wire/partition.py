@@ -11,7 +11,7 @@ Rule 4: each server cuts its own share into fragments.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from typing import Any
 
 import msgspec
@@ -88,16 +88,12 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
             >>> [[spec.range for spec in share.specs] for share in split.fragment(1, of=2).shares]
             [[(64, 128)], [(192, 256)]]
         """
-        if number is None:
-            return self
-        if (number, of) not in self._fragments:
-            layout = self.layout.fragment(number, of)
-            self._fragments[number, of] = Partition.whole(layout) if len(self.shares) == 1 else self.within(layout)
-        return self._fragments[number, of]
+        return self if number is None else self._fragment(number, of)
 
     @cached_property
-    def _fragments(self) -> dict[tuple[int, int], Partition]:
-        return {}
+    def _fragment(self) -> Callable[[int, int], Partition]:
+        divided = Partition.whole if len(self.shares) == 1 else self.within
+        return cache(lambda number, of: divided(self.layout.fragment(number, of)))
 
     def within(self, layout: Layout) -> Partition:
         """Return the same division of some of these entries, or of ranges of them."""
@@ -141,11 +137,10 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
 
     def merged(self, parts: Sequence[Tensors]) -> list[Tensor | None]:
         """Merge each server's part into one tensor for each parameter; None where a part is None."""
-        pieces: list[list[Tensor | None]] = [[] for _ in self.layout.specs]
-        for places, part in zip(self.places, parts, strict=True):
-            for place, tensor in zip(places, part, strict=True):
-                pieces[place].append(tensor)
-        return [_joined(spec, each) for spec, each in zip(self.layout.specs, pieces, strict=True)]
+        return [
+            _joined(spec, [parts[server][here] for server, here in found])
+            for spec, found in zip(self.layout.specs, self._found, strict=True)
+        ]
 
     def memories(self, into: Tensor) -> list[Tensor] | None:
         """Return each share's range in flat memory of the whole; None if the shares are no such ranges."""

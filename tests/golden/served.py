@@ -21,7 +21,7 @@ from torch.optim import SGD, AdamW, Optimizer
 from golden.digests import Outcome, digest, order_of, size_of
 from golden.names import counted_fields, type_number
 from golden.simulated import METHODS, fractions
-from lightning_omni.errors import ProtocolError, Refused
+from lightning_omni.errors import MalformedMessage, ProtocolError
 from lightning_omni.methods import Method, method_named
 from lightning_omni.methods.model.modules import describe_module
 from lightning_omni.methods.model.server_optimizer import describe, hyperparameters_of
@@ -100,10 +100,8 @@ class Session:
                 torch.frombuffer(bytearray(payload), dtype=torch.uint8) if channel == m.DATA and payload else payload
             )
             out = self.core.receive(channel, peer, arrived, buffer, self.now)
-        except Refused as no:
-            out = [Out(peer, channel, m.RefusedMessage(code=no.code, reason=str(no)))]
         except ProtocolError as error:
-            out = self.core.refuse(channel, peer, str(error))
+            out = self.core.refuse(channel, peer, error)
         self.hear(out)
         self.core.status_service.end()
         return out
@@ -737,7 +735,7 @@ def admits() -> Session:
         hello = session.hello(1, **changes)
         challenge = session.control(8, hello)
         session.control(8, m.Proof(mac=client_mac(KEY, hello, challenge.nonce)))
-    session.hear(session.core.refuse(m.CONTROL, b"c9", "not a control message"))
+    session.hear(session.core.refuse(m.CONTROL, b"c9", MalformedMessage("not a control message")))
     session.attach(0, b"d9")
     session.say(m.DATA, b"d8", m.AttachProof(mac=b"no"))
     session.join(1)

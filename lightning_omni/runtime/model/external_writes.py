@@ -84,7 +84,7 @@ class ExternalWrites:
     def follow(self, check_alike: Callable[[], object]) -> None:
         """Distribute the recorder's writes since the last synchronization. All ranks call it.
 
-        ``check_alike`` raises an error on all ranks, if their optimizers hold different parameters.
+        ``check_alike`` raises an error if their optimizers hold different parameters.
         """
         is_state_written = any(map(self._is_state_written, self._parallel.parts))
         is_other = is_state_written or any(map(self._changed_attribute, self._parallel.parts))

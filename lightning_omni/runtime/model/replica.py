@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -165,22 +164,12 @@ class ModelReplica(Replica):
         self._writes.remember(self.ordered, pulled.tensors)
 
     def overwrite(self, values: Sequence[Tensor], fragment: int | None = None, of: int = 1) -> None:
-        with self._without_own_frozen():
-            super().overwrite(values, fragment, of)
-        self._writes.mark(self.ordered)
-
-    def mix(self, pulled: Pulled, of: int, own: float = 0.0) -> None:
-        with self._without_own_frozen():
-            super().mix(pulled, of, own)
-        self._writes.remember(self.ordered, self.weights())
-
-    @contextmanager
-    def _without_own_frozen(self) -> Iterator[None]:
         kept = {name: here(self.parameters[name]).clone() for name in self.own_frozen()}
-        yield
+        super().overwrite(values, fragment, of)
         for name, value in kept.items():
             here(self.parameters[name]).copy_(value)
         complete(self.ordered)
+        self._writes.mark(self.ordered)
 
     def agreed(self, fragment: int | None = None, of: int = 1) -> list[bool]:
         own, names = self.own_frozen(), list(self.parameters)
@@ -272,11 +261,11 @@ class ModelReplica(Replica):
     def restore(self, but_frozen: bool = False) -> None:
         """Restore the group's own weights, if they were stashed.
 
-        With ``but_frozen``, all groups continue with the evaluated frozen weights, unless all are frozen, as those of a
-        GAN's half may be for the other half's step.
+        With ``but_frozen``, all groups continue with the evaluated frozen weights.
         """
         if self._stashed is None:
             return
+        # A GAN's half that is frozen as a whole, for the other half's step, stays the group's own.
         but_frozen = but_frozen and any(each.requires_grad for each in self.ordered)
         pairs = zip(self.ordered, self.weights(), self._stashed.tensors, strict=True)
         back = [mine if but_frozen and not each.requires_grad else own for each, mine, own in pairs]

@@ -55,12 +55,9 @@ def contiguous(tensor: Tensor, name: str) -> Iterator[Tensor]:
 
 
 def take_from_rank_zero(named: Iterable[tuple[str, Tensor]], group: Any = None) -> None:
-    """Overwrite tensors by those of rank 0 of a process group, by default the default one. All its ranks call it.
-
-    If that rank is lost meanwhile, each keeps its own.
-    """
+    """Overwrite tensors by those of rank 0 of a process group, by default the default one. All its ranks call it."""
     for name, tensor in named:
-        with contiguous(tensor, name) as memory, suppress(RankLost):
+        with contiguous(tensor, name) as memory, suppress(RankLost):  # if rank 0 is lost meanwhile, each has its own
             dist.broadcast(memory, src=0, group=group)
 
 

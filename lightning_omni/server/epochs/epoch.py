@@ -7,7 +7,6 @@ therefore depends on the decisions that the member has received and on the batch
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Collection, Sequence
 from typing import NamedTuple
 
@@ -16,15 +15,7 @@ import msgspec
 from lightning_omni.errors import ProtocolError
 from lightning_omni.server.epochs.lease_book import LeaseBook
 from lightning_omni.wire.codec import Packed
-from lightning_omni.wire.journal import (
-    AskedEntry,
-    DrawnEntry,
-    Journal,
-    LeftEpochEntry,
-    OpenedEntry,
-    ResolvedEntry,
-    TrainedEntry,
-)
+from lightning_omni.wire.journal import Journal
 from lightning_omni.wire.messages import AskNext, Batch, EpochPlan, LeaveEpoch
 from lightning_omni.wire.messages.data import STOPS, plan_difference
 
@@ -147,21 +138,29 @@ class ValidationBook(msgspec.Struct):
         self._results = {number: result for number, result in self._results.items() if number >= known}
 
 
-class Epochs:
-    def __init__(self, journal: Journal | None = None) -> None:
-        self._journal = journal or Journal()
-        self.book: LeaseBook | None = None
-        self.validations = ValidationBook()
-        self.stop = ""
-        self.generation = 0
-        self.samples: Counter[int] = Counter()  # of each group, trained since groups were formed
-        self._sizes: dict[int, int] = {}
-        self._waiting: dict[int, tuple[int, AskNext]] = {}
+class Epochs(msgspec.Struct, dict=True):
+    """The current epoch of a run, and its validations. The fields are the saved state.
+
+    Attributes:
+        samples: samples of each group, trained since groups were formed.
+        journal: takes what ranks are told.
+    """
+
+    book: LeaseBook | None = None
+    validations: ValidationBook = msgspec.field(default_factory=ValidationBook)
+    stop: str = ""
+    generation: int = 0
+    samples: dict[int, int] = {}
+    _sizes: dict[int, int] = {}
+    _waiting: dict[int, tuple[int, AskNext]] = {}
+    _validations: int = 0
+    _validated: dict[int, int] = {}
+    _told: dict[int, tuple[AskNext, str]] = {}  # each rank's last answered question
+
+    def __post_init__(self) -> None:
+        self.journal = Journal()
         self._asked: set[int] = set()  # ranks with questions that were not checked yet
         self._dirty = True  # whether the checked questions must be checked again
-        self._validations = 0
-        self._validated: Counter[int] = Counter()
-        self._told: dict[int, tuple[AskNext, str]] = {}  # each rank's last answered question
         self._saved: _Saved | None = None
 
     @property
@@ -185,6 +184,7 @@ class Epochs:
         self._sizes = dict(group_sizes)
         self.generation = generation
         self.stop = ""
+        self.validations.form()
         self._begin()
         self.samples.clear()
         if self.book is not None and keep_epoch:
@@ -215,7 +215,7 @@ class Epochs:
                 f"epoch {plan.epoch} cannot begin: ranks {sorted(self._waiting)} wait for another's end"
             )
         self.book = LeaseBook.open(plan, self._sizes)
-        self._journal.note(OpenedEntry(plan))
+        self.journal.note(self.open, plan)
         self.stop = "" if self.stop == "skip" else self.stop
         self._begin()
 
@@ -235,20 +235,18 @@ class Epochs:
 
     def train(self, group: int, epoch: int, batches: int, counts: bool = True) -> None:
         if self.book is not None and self.book.plan.epoch == epoch:
-            self.samples[group] += self.book.train(group, batches, counts)
+            self._train(self.book, group, batches, counts)
             self._dirty = self._dirty or not counts  # other groups may train these batches now
-            self._journal.note(TrainedEntry(group, epoch, batches, counts))
+            self.journal.note(self.train, group, epoch, batches, counts)
 
-    def draw(self, group: int, number: int, trained: int) -> list[Batch]:
-        assert self.book is not None
-        self.train(group, self.book.plan.epoch, trained)
-        return self.redraw(group, number)
+    def _train(self, book: LeaseBook, group: int, batches: int, counts: bool = True) -> None:
+        self.samples[group] = self.samples.get(group, 0) + book.train(group, batches, counts)
 
-    def redraw(self, group: int, number: int) -> list[Batch]:
+    def draw(self, group: int, number: int) -> list[Batch]:
         assert self.book is not None
         self._dirty = self._dirty or not self.book.has_begun(group)  # batches kept for it may go to others now
         batches = self.book.draw(group, number)
-        self._journal.note(DrawnEntry(group, number))
+        self.journal.note(self.draw, group, number)
         return batches
 
     def repeated_decision(self, rank: int, question: AskNext) -> str:
@@ -258,8 +256,8 @@ class Epochs:
     def wait(self, group: int, rank: int, question: AskNext) -> None:
         book = self.book_of(question.epoch, question.generation)
         if book.has(group) or group not in self._sizes:  # else a peer's `LeaveEpoch` arrived first
-            self.samples[group] += book.train(group, question.trained)
-        self._journal.note(AskedEntry(group, rank, question))  # after the checks, so that replay cannot fail
+            self._train(book, group, question.trained)
+        self.journal.note(self.wait, group, rank, question)  # after the checks, so that replay cannot fail
         self._waiting[rank] = (group, question)
         self._asked.add(rank)
 
@@ -273,20 +271,21 @@ class Epochs:
             raise ProtocolError(f"a group leaves an epoch with stop={message.stop!r}: there are {STOPS}")
         if self.holds(group, message.epoch):
             self.check_trained(group, message.epoch, message.trained)
-        self._journal.note(LeftEpochEntry(group, message))
+        self.journal.note(self.leave, group, message)
         self._dirty = True
         if message.stop:
             self.stop = self.stop or message.stop
         if self.book is None or message.epoch != self.book.plan.epoch:
             return
         if self.book.has(group):
-            self.samples[group] += self.book.train(group, message.trained)
+            self._train(self.book, group, message.trained)
             self.book.evict(group)
         if self.stop:
             self.book.close()
 
     def evict(self, group: int) -> None:
         self._dirty = True
+        self.validations.evict(group)
         self._sizes.pop(group, None)
         self._waiting = {rank: asked for rank, asked in self._waiting.items() if asked[0] != group}
         if self.book is not None and self.book.has(group):
@@ -309,36 +308,18 @@ class Epochs:
         self._dirty = False
         self._asked.clear()
         if given:
-            self._journal.note(ResolvedEntry(all_answered))
+            self.journal.note(self.resolve_pending, all_answered)
         if any(decision.startswith(("over", "stop")) for _, decision in given):
-            self._journal.is_due = True  # samples of an epoch that has ended are not dealt out again
+            self.journal.is_due = True  # samples of an epoch that has ended are not dealt out again
         return given
 
     # --- Saved state --------------------------------------------------------------------------------------------------
 
-    def state(self) -> bytes:
-        return msgspec.msgpack.encode(
-            _EpochsState(
-                sizes=self._sizes,
-                generation=self.generation,
-                stop=self.stop,
-                samples=self.samples,
-                waiting=self._waiting,
-                validations=self._validations,
-                validated=self._validated,
-                told=self._told,
-                book=self.book,
-                evaluations=self.validations,
-            )
-        )
-
     def load(self, state: bytes) -> None:
-        plain = msgspec.msgpack.decode(state, type=_EpochsState)
-        self._sizes, self.generation, self.stop = plain.sizes, plain.generation, plain.stop
-        self.samples, self._validated = Counter(plain.samples), Counter(plain.validated)
-        self._waiting, self._told = plain.waiting, plain.told
-        self._validations, self.validations, self.book = plain.validations, plain.evaluations, plain.book
-        self._saved = _Saved(self.plan, self.trained_spans, plain.samples)
+        saved = msgspec.msgpack.decode(state, type=Epochs)
+        for name in self.__struct_fields__:
+            setattr(self, name, getattr(saved, name))
+        self._saved = _Saved(self.plan, self.trained_spans, dict(self.samples))
         self._dirty = True
 
     def go_back(self) -> None:
@@ -351,8 +332,7 @@ class Epochs:
             return
         is_same = self._saved.plan == self.plan
         self.book.go_back(self._saved.trained if is_same else self.book.plan.trained)
-        self.samples.clear()
-        self.samples.update(self._saved.samples)
+        self.samples = dict(self._saved.samples)
         if self.stop:
             self.book.close()
         self._dirty = True
@@ -375,7 +355,7 @@ class Epochs:
     def _decide(self, rank: int, is_trained: bool, all_wait: bool, all_answered: bool) -> str:
         assert self.book is not None
         group, question = self._waiting[rank]
-        if self._validated[rank] == self._validations:
+        if self._validated.get(rank, 0) == self._validations:
             if self._has_more(group, question):
                 self.book.deal(group, question.trained)
                 return "more"
@@ -387,7 +367,7 @@ class Epochs:
                 return ""
             self.book.advance()
             self._validations += 1
-        self._validated[rank] += 1
+        self._validated[rank] = self._validated.get(rank, 0) + 1
         return "validate"
 
     @property
@@ -416,7 +396,7 @@ class Epochs:
     def all_wait(self) -> bool:
         """Return whether every group waits, without a batch to train before the next validation."""
         assert self.book is not None
-        here = [asked for rank, asked in self._waiting.items() if self._validated[rank] == self._validations]
+        here = [asked for rank, asked in self._waiting.items() if self._validated.get(rank, 0) == self._validations]
         if len(here) < len(self.book.groups):
             return False  # called for every message, so the cheap test is first
         if any(self._has_more(*asked) for asked in here):
@@ -428,16 +408,3 @@ class _Saved(NamedTuple):
     plan: EpochPlan | None
     trained: tuple[tuple[int, int], ...]
     samples: dict[int, int]
-
-
-class _EpochsState(msgspec.Struct, frozen=True):
-    sizes: dict[int, int]
-    generation: int
-    stop: str
-    samples: dict[int, int]
-    waiting: dict[int, tuple[int, AskNext]]
-    validations: int
-    validated: dict[int, int]
-    told: dict[int, tuple[AskNext, str]]
-    book: LeaseBook | None
-    evaluations: ValidationBook

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import msgspec
+
 from lightning_omni.errors import MalformedMessage
 from lightning_omni.methods import Method
 from lightning_omni.server.epochs.epoch import Evaluation
@@ -11,14 +13,16 @@ from lightning_omni.server.training import Training
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed
-from lightning_omni.wire.journal import ClaimedEntry, EvaluatedEntry, ReadEntry
 
-# --- Leases -----------------------------------------------------------------------------------------------------------
+LARGEST = 256 << 20
+"""The most bytes of tensors in the result of one validation: metrics, and the buffers of the evaluated model."""
 
 
-class LeaseService(Service):
+class EpochService(Service):
+    """The service that leases the samples of an epoch, and assigns its validations."""
+
     def __init__(self, run: RunContext, training: Training) -> None:
-        self._roster, self._epochs, self._events = run.roster, run.epochs, run.events
+        self._roster, self._epochs, self._events, self._journal = run.roster, run.epochs, run.events, run.journal
         self._training = training
 
     def form(self, topology: Topology, method: Method, message: m.FormGroups) -> None:
@@ -42,10 +46,12 @@ class LeaseService(Service):
         return out
 
     def state(self) -> bytes:
-        return self._epochs.state()
+        return msgspec.msgpack.encode(self._epochs)
 
     def load(self, state: bytes) -> None:
         self._epochs.load(state)
+
+    # --- Leases ------------------------------------------------------------------------------------------------------
 
     def open(self, sender: Sender, message: m.OpenEpoch, payload: Payload) -> list[Out]:
         self._epochs.open(message.plan)
@@ -56,7 +62,8 @@ class LeaseService(Service):
         if not book.has(group):  # another member's `LeaveEpoch` arrived first
             return [Out(sender.peer, m.CONTROL, m.BatchesDrawn(number=message.number, batches=()))]
         spans = self._events.new_spans(group, message)
-        batches = self._epochs.draw(group, message.number, message.trained)
+        self._epochs.train(group, message.epoch, message.trained)
+        batches = self._epochs.draw(group, message.number)
         self._events.train(group, message.epoch, spans)
         return [Out(sender.peer, m.CONTROL, m.BatchesDrawn(number=message.number, batches=tuple(batches)))]
 
@@ -75,35 +82,19 @@ class LeaseService(Service):
         self._events.train(sender.group, message.epoch, spans)
         return [Out(sender.peer, m.CONTROL, m.EpochLeft())]
 
-
-# --- Validations ------------------------------------------------------------------------------------------------------
-
-LARGEST = 256 << 20
-"""The most bytes of tensors in the result of one validation: metrics, and the buffers of the evaluated model."""
-
-
-class ValidationService(Service):
-    def __init__(self, run: RunContext, training: Training) -> None:
-        self._roster, self._epochs, self._journal = run.roster, run.epochs, run.journal
-        self._training = training
-
-    def form(self, topology: Topology, method: Method, message: m.FormGroups) -> None:
-        self._epochs.validations.form()
-
-    def evict(self, group: int, lost: bool) -> list[Out]:
-        self._epochs.validations.evict(group)
-        return []
+    # --- Validations -------------------------------------------------------------------------------------------------
 
     def read_result(self, rank: int, number: int) -> Evaluation | None:
         result = self._epochs.validations.read(rank, number)
         self._epochs.validations.forget(self._roster.live)
-        self._journal.note(ReadEntry(rank, number))
+        self._journal.note(self.read_result, rank, number)
         return result
 
     def claim(self, sender: Sender, message: m.ClaimValidation, payload: Payload) -> list[Out]:
         self._epochs.book_of(message.epoch, message.generation)
-        number = self._epochs.validations.claim(sender.group, message.epoch, message.passed)
-        self._journal.note(ClaimedEntry(sender.group, message.epoch, message.passed))
+        claim = sender.group, message.epoch, message.passed
+        number = self._epochs.validations.claim(*claim)
+        self._journal.note(self._epochs.validations.claim, *claim)
         answer = Out(sender.peer, m.CONTROL, m.ValidationClaimed(number=number))
         return [answer, *(self._training.idle(sender.rank) if number else ())]
 
@@ -114,9 +105,9 @@ class ValidationService(Service):
         return self.check_packed(sender, message)
 
     def publish(self, sender: Sender, message: m.PublishEvaluation, payload: Payload) -> list[Out]:
-        content = bytes_of(payload)
-        self._epochs.validations.publish(sender.group, message.number, (message.packed, content))
-        self._journal.note(EvaluatedEntry(sender.group, message.number, message.packed, content))
+        result = sender.group, message.number, (message.packed, bytes_of(payload))
+        self._epochs.validations.publish(*result)
+        self._journal.note(self._epochs.validations.publish, *result)
         self._training.resume(sender.rank)
         return [Out(sender.peer, m.DATA, m.EvaluationPublished())]
 

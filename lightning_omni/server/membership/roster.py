@@ -13,7 +13,7 @@ Rule 5: each rank number is assigned once. The first group to request numbers be
 
 from __future__ import annotations
 
-from collections.abc import Container, Mapping, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -21,9 +21,9 @@ import msgspec
 
 from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.server.parameters.served_parameters import GroupHistory
-from lightning_omni.topology import RECORDER, GroupId, Topology
+from lightning_omni.topology import RECORDER, GroupId
 from lightning_omni.wire.handshake import fingerprint_problem, session_key
-from lightning_omni.wire.messages import FormGroups, Heartbeat, Hello
+from lightning_omni.wire.messages import CONTROL, DATA, FormGroups, Heartbeat, Hello
 
 # --- Groups -----------------------------------------------------------------------------------------------------------
 
@@ -33,69 +33,66 @@ from lightning_omni.wire.messages import FormGroups, Heartbeat, Hello
 # which counts as the leader there; further members send nothing there.
 
 
-class FormedGroups:
-    """The groups that were formed together, and those that have joined since.
+class FormedGroups(msgspec.Struct, dict=True):
+    """The groups that were formed together, and those that have joined since. The fields are the saved state.
 
     Attributes:
-        topology: ranks of each group; None before groups are formed, and when none is left.
+        groups: ranks of each group, by its number; empty for those that have ended.
         incarnation: the last incarnation used.
         message: the recorder's, by which they were formed; None before.
+        alive: numbers of the groups that have ranks.
+        ranks: the group of each of these ranks.
     """
 
-    def __init__(self) -> None:
-        self.topology: Topology | None = None
-        self.incarnation = 0
-        self.message: FormGroups | None = None
-        self._places = 0  # numbers used so far, for when no group is left
-        self._ended: dict[int, int] = {}  # groups that have ended, with the numbers used until then
-        self._identities: dict[int, GroupId] = {}
+    groups: tuple[tuple[int, ...], ...] = ()
+    incarnation: int = 0
+    message: FormGroups | None = None
+    _ended: dict[int, int] = {}  # groups that have ended, with the numbers used until then
+    _identities: dict[int, GroupId] = {}
 
-    @property
-    def is_any(self) -> bool:
-        """Return whether groups were formed, even if none is left."""
-        return self.topology is not None or self._places > 0
+    def __post_init__(self) -> None:
+        self._set(self.groups)
 
-    @property
-    def alive(self) -> tuple[int, ...]:
-        return self.topology.alive if self.topology is not None else ()
+    def _set(self, groups: tuple[tuple[int, ...], ...]) -> None:
+        self.groups, self.alive = groups, tuple(group for group, members in enumerate(groups) if members)
+        self.ranks = {rank: group for group, members in enumerate(groups) for rank in members}
 
     @property
     def by_member(self) -> bool:
         return self.message is not None and self.message.by_member
 
-    def form(self, topology: Topology, message: FormGroups) -> None:
-        names = message.names or [str(group) for group in range(len(topology.groups))]
-        if len(names) != len(topology.groups) or len(set(names)) != len(names):
-            raise ProtocolError(f"names={tuple(names)}: {len(topology.groups)} groups need as many different names")
-        self.topology, self.message = topology, message
+    def form(self, message: FormGroups) -> None:
+        names = message.names or [str(group) for group in range(len(message.groups))]
+        if len(names) != len(message.groups) or len(set(names)) != len(names):
+            raise ProtocolError(f"names={tuple(names)}: {len(message.groups)} groups need as many different names")
+        self._set(message.groups)
+        self.message = message
         self.incarnation += 1
         self._ended.clear()
         self._identities = {group: GroupId(name, self.incarnation) for group, name in enumerate(names)}
 
     def add(self, ranks: Sequence[int], name: str) -> int:
-        before = self.topology.groups if self.topology is not None else ((),) * self._places
-        number = len(before)
+        number = len(self.groups)
         name = name or str(number)
         if any(self._identities[group].name == name for group in self.alive):
             raise ProtocolError(f"name={name!r}: a group of that name takes part; pass another one")
-        self.topology = Topology((*before, tuple(ranks)))
+        self._set((*self.groups, tuple(ranks)))
         self.incarnation += 1
         self._identities[number] = GroupId(name, self.incarnation)
         return number
 
     def remove(self, group: int) -> None:
-        assert self.topology is not None
-        self._places = self._ended[group] = len(self.topology.groups)
-        self.topology = self.topology.without(group) if len(self.topology.alive) > 1 else None
+        self._ended[group] = len(self.groups)
+        self._set(tuple(() if number == group else members for number, members in enumerate(self.groups)))
 
     def identity(self, group: int) -> GroupId:
         return self._identities[group]
 
     def members(self, group: int) -> tuple[int, ...]:
-        return self.topology.members(group) if self.topology is not None else ()
+        return self.groups[group]
 
     def group_of(self, rank: int) -> int:
-        return self.topology.find(rank) if self.topology is not None else -1
+        return self.ranks.get(rank, -1)
 
     def is_leader(self, rank: int) -> bool:
         group = self.group_of(rank)
@@ -120,25 +117,8 @@ class FormedGroups:
             raise ProtocolError(f"rank {rank} does not lead group {group}; only leaders push")
 
     def history(self, formed: int) -> GroupHistory:
-        every = range(len(self.topology.groups) if self.topology is not None else self._places)
+        every = range(len(self.groups))
         return GroupHistory(every[:formed], every[formed:], self._ended)
-
-    def state(self) -> dict[str, Any]:
-        return {
-            "groups": [list(members) for members in self.topology.groups] if self.topology is not None else None,
-            "places": self._places,
-            "ended": dict(self._ended),
-            "incarnation": self.incarnation,
-            "formed": msgspec.msgpack.encode(self.message),
-            "identities": {group: (each.name, each.incarnation) for group, each in self._identities.items()},
-        }
-
-    def load(self, state: Mapping[str, Any]) -> None:
-        groups = state["groups"]
-        self.topology = Topology(tuple(tuple(members) for members in groups)) if groups is not None else None
-        self._places, self._ended, self.incarnation = state["places"], dict(state["ended"]), state["incarnation"]
-        self.message = msgspec.msgpack.decode(state["formed"], type=FormGroups | None)
-        self._identities = {group: GroupId(*each) for group, each in state["identities"].items()}
 
 
 JOINS = "joins-"
@@ -183,6 +163,10 @@ class RankNumbers:
         self._enlisted[peer] = first, announced
         return self._enlisted[peer]
 
+    def assign(self, numbers: int) -> None:
+        """Assign all numbers below this one."""
+        self.given = max(self.given, numbers)
+
     def begin(self) -> None:
         self._claim = None
 
@@ -211,7 +195,7 @@ class Member:
     """An admitted rank.
 
     Attributes:
-        peer: its control connection; empty after a restart of the server, until it reconnects.
+        peer: its control connection; empty after a restart of the server, until it reconnects, as is ``data_peer``.
         session: secret that it shares with the server; it is never sent.
         got_on: last time at which it had made progress, or was exempt from the check.
         host: address from which it has connected, if the transport provides it.
@@ -225,6 +209,7 @@ class Member:
     since: float = field(init=False)
     got_on: float = field(init=False)
     host: str = ""
+    data_peer: bytes = b""
 
     def __post_init__(self) -> None:
         self.since = self.got_on = self.last_seen
@@ -240,7 +225,7 @@ class Roster:
 
     Attributes:
         began: time at which the first rank was admitted.
-        joining: whether groups join on their own.
+        over: why the run cannot continue, or "".
         can_continue: whether a group that joins can continue the run, even if no rank is left.
         barred: lost ranks whose group must not rejoin by itself.
         barred_hosts: addresses from which no group may join.
@@ -256,13 +241,17 @@ class Roster:
         self.barred_hosts: set[str] = set()
         self.gone: set[int] = set()
         self.formed, self.numbers = FormedGroups(), RankNumbers()
-        self.late: list[int] = []
-        self.joining = self.finished = self.can_continue = False
-        self._ranks: dict[bytes, int] = {}
+        self.over, self.finished, self.can_continue = "", False, False
+        self._ranks: dict[tuple[str, bytes], int] = {}  # of each channel's connections
 
     @property
     def run(self) -> str:
         return self._first.run if self._first else ""
+
+    @property
+    def joining(self) -> bool:
+        """Return whether groups join on their own."""
+        return self.run.startswith(JOINS)
 
     @property
     def world_size(self) -> int:
@@ -275,7 +264,7 @@ class Roster:
     @property
     def live(self) -> tuple[int, ...]:
         """Return the ranks that participate in collectives."""
-        ranks = (*range(self.world_size), *self.late)
+        ranks = (*range(self.world_size), *(rank for rank in self.formed.ranks if rank >= self.world_size))
         return tuple(r for r in ranks if r not in self.lost and r not in self.gone)
 
     @property
@@ -286,14 +275,6 @@ class Roster:
     @property
     def lost_ranks(self) -> tuple[int, ...]:
         return tuple(sorted(self.lost))
-
-    @property
-    def groups(self) -> tuple[int, ...]:
-        return self.formed.alive
-
-    @property
-    def joined_groups(self) -> int:
-        return len(self.groups) if self.joining else 0
 
     def register(self, peer: bytes, ranks: int, run: str) -> tuple[int, int]:
         if self.finished:
@@ -307,18 +288,17 @@ class Roster:
         return self.numbers.register(peer, ranks, run, self.world_size)
 
     def join(self, ranks: Sequence[int], name: str) -> int:
-        if not self.formed.is_any:
+        if not self.formed.groups:
             raise ProtocolError("no group can join before the first are formed")
         for rank in ranks:
-            if rank not in self.members or rank in self.late or rank < self.world_size or rank in self.gone:
+            is_out = rank not in self.members or rank in self.gone or rank in self.lost
+            if is_out or rank < self.world_size or rank in self.formed.ranks:
                 raise ProtocolError(f"rank {rank} is not one that came late and is in no group")
             if (host := self.members[rank].host) in self.barred_hosts:
                 raise Refused("barred", f"a person has barred {host} from this run")
         if not ranks or len(set(ranks)) != len(ranks):
             raise ProtocolError(f"ranks={tuple(ranks)}: a group has one rank or more, each of them once")
-        number = self.formed.add(ranks, name)
-        self.late.extend(ranks)
-        return number
+        return self.formed.add(ranks, name)
 
     def leave(self, rank: int) -> None:
         """Record a rank's departure; remove a group whose ranks have all left, unless the run ends with it."""
@@ -326,7 +306,7 @@ class Roster:
         group = self.formed.group_of(rank)
         if group < 0 or not self.gone.issuperset(self.formed.members(group)):
             return
-        if len(self.groups) > 1 or self.joining:
+        if len(self.formed.alive) > 1 or self.joining:
             self.formed.remove(group)
 
     def admit(self, peer: bytes, hello: Hello, challenge: bytes, now: float) -> None:
@@ -374,10 +354,13 @@ class Roster:
     def add_member(self, peer: bytes, hello: Hello, challenge: bytes, now: float) -> None:
         if self._first is None:
             self._first, self.began = hello, now
-            self.joining = hello.run.startswith(JOINS)
             self.numbers.begin()
         self.members[hello.rank] = Member(hello.rank, peer, session_key(self._key, hello, challenge), now)
-        self._ranks[peer] = hello.rank
+        self._ranks[CONTROL, peer] = hello.rank
+
+    def attach(self, rank: int, peer: bytes) -> None:
+        self.members[rank].data_peer = peer
+        self._ranks[DATA, peer] = rank
 
     # --- Saved state -------------------------------------------------------------------------------------------------
 
@@ -389,20 +372,17 @@ class Roster:
             "barred": sorted(self.barred),
             "barred_hosts": sorted(self.barred_hosts),
             "gone": sorted(self.gone),
-            "joining": self.joining,
             "finished": self.finished,
             "numbered": self.numbers.given,
-            "late": list(self.late),
-            **self.formed.state(),
+            "formed": msgspec.msgpack.encode(self.formed),
         }
 
     def load(self, state: dict[str, Any], now: float) -> None:
         self._first, self.began = msgspec.msgpack.decode(state["first"], type=Hello), now
         self.lost, self.gone, self.barred = dict(state["lost"]), set(state["gone"]), set(state["barred"])
         self.barred_hosts = set(state["barred_hosts"])
-        self.joining, self.finished = state["joining"], state["finished"]
-        self.numbers.given, self.late = state["numbered"], list(state["late"])
-        self.formed.load(state)
+        self.finished, self.numbers.given = state["finished"], state["numbered"]
+        self.formed = msgspec.msgpack.decode(state["formed"], type=FormedGroups)
         self.expect(state["members"], now)
 
     def expect(self, ranks: Sequence[int], now: float) -> None:
@@ -410,39 +390,50 @@ class Roster:
         for rank in ranks:
             self.members.setdefault(rank, Member(rank, b"", b"", now))
 
-    def by_peer(self, peer: bytes) -> Member | None:
-        return self.members.get(self._ranks.get(peer, -1))
+    def find(self, channel: str, peer: bytes) -> Member | None:
+        return self.members.get(self._ranks.get((channel, peer), -1))
 
-    def silent(self, now: float, timeout: float, join_timeout: float) -> list[tuple[int, str]]:
-        late = []
+    def data_connection(self, rank: int) -> tuple[bytes, bytes] | None:
+        """Return a rank's data connection and its secret; None without one."""
+        member = self.members.get(rank)
+        return (member.data_peer, member.session) if member and member.data_peer and rank not in self.gone else None
+
+    def exchange_peer(self, group: int, server: int) -> bytes:
+        """Return the data connection of the group's member that exchanges with a server."""
+        return self.members[self.formed.exchanges_with(group, server)].data_peer
+
+    @property
+    def attached(self) -> set[bytes]:
+        # On servers other than 0, dead ranks are in `lost` only.
+        out = self.gone | self.lost.keys()
+        return {member.data_peer for rank, member in self.members.items() if member.data_peer and rank not in out}
+
+    def silent(self, now: float, timeout: float, join_timeout: float) -> Iterator[tuple[int, str]]:
         for rank in self.live:
             member = self.members.get(rank)
             if member is None:
                 if now - self.began > join_timeout:
-                    late.append((rank, f"rank {rank} did not join within {join_timeout:.0f} s"))
+                    yield rank, f"rank {rank} did not join within {join_timeout:.0f} s"
             elif now - member.last_seen > timeout:
-                late.append((rank, f"rank {rank} gave no sign of life for {timeout:.0f} s"))
-        return late
+                yield rank, f"rank {rank} gave no sign of life for {timeout:.0f} s"
 
-    def stalled(self, now: float, timeout: float, contributed: Container[int]) -> list[tuple[int, str]]:
-        """Return one rank of each group that is alive without progress for too long, with a message.
+    def stalled(self, now: float, timeout: float, contributed: Container[int]) -> Iterator[tuple[int, str]]:
+        """Yield one rank of each group that is alive without progress for too long, with a message.
 
         A group is stalled only if none of its ranks makes progress. Ranks in ``contributed`` do not count: they wait
         for all ranks. Groups whose loss would end the run are skipped.
         """
-        late = []
-        for group in self.groups:
+        for group in self.formed.alive:
             if self.ends_with(group):
                 continue
             ranks = [r for r in self.formed.members(group) if r in self.members and r not in self.gone]
             at_work = [self.members[rank].got_on for rank in ranks if rank not in contributed]
             if at_work and now - max(at_work) > timeout:
                 name = self.formed.identity(group).name
-                late.append((ranks[0], f"group {name} is alive and has made no progress for {timeout:.0f} s"))
-        return late
+                yield ranks[0], f"group {name} is alive and has made no progress for {timeout:.0f} s"
 
     def ends_with(self, group: int) -> bool:
-        return not self.joining and (len(self.groups) == 1 or self.recorder in self.formed.members(group))
+        return not self.joining and (len(self.formed.alive) == 1 or self.recorder in self.formed.members(group))
 
     def lose(self, rank: int, reason: str, barred: bool = False) -> tuple[int | None, bool]:
         """Remove a dead rank's group; return its number, and False; if the run is over instead, None and True.

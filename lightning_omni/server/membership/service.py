@@ -24,8 +24,6 @@ from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed
 from lightning_omni.wire.formats.base import from_wire
-from lightning_omni.wire.journal import FormedEntry, JoinedEntry, LeftEntry, LostEntry, NumberedEntry
-from lightning_omni.wire.messages import servers as sm
 
 
 class Membership:
@@ -33,9 +31,6 @@ class Membership:
 
     Args:
         services: services to notify of changes of groups, in this order.
-
-    Attributes:
-        over: why the run cannot continue, or "".
     """
 
     def __init__(
@@ -50,7 +45,6 @@ class Membership:
         self._services = services
         self._waited_for = [each for each in services if type(each).resolve_pending is not Service.resolve_pending]
         self._status_service, self._collective_service = monitoring, synchronization
-        self.over = ""
 
     @property
     def peers(self) -> list[Peer]:
@@ -59,25 +53,22 @@ class Membership:
 
     # --- Saved state --------------------------------------------------------------------------------------------------
 
-    def redo(self, entry: LostEntry | LeftEntry | JoinedEntry) -> None:
-        match entry:
-            case LostEntry():
-                group, _ = self._roster.lose(entry.rank, entry.reason, entry.barred)
-                if group is not None:
-                    self._evict(group, lost=True)
-            case LeftEntry():
-                self._leave(entry.rank, entry.finished)
-            case JoinedEntry():
-                self._roster.expect(entry.message.ranks, self._now())
-                self._join(entry.rank, entry.message)
+    def lose_again(self, rank: int, reason: str, barred: bool) -> None:
+        group, _ = self._roster.lose(rank, reason, barred)
+        if group is not None:
+            self._evict(group, lost=True)
+
+    def join_again(self, message: m.Join) -> None:
+        self._roster.expect(message.ranks, self._now())
+        self._join(message)
 
     def notice_for(self, member: Member, even_lost: bool, even_over: bool) -> m.Notice | None:
         """Return the notice that a rank receives instead of an answer: it is lost, or the run is over; else None."""
         if member.rank in self._roster.lost and not even_lost:
             barred = member.rank in self._roster.barred
             return m.Notice(lost=self._roster.lost_ranks, reason=self._roster.lost[member.rank], barred=barred)
-        if self.over and not even_over:
-            return m.Notice(lost=self._roster.lost_ranks, reason=self.over, over=True)
+        if self._roster.over and not even_over:
+            return m.Notice(lost=self._roster.lost_ranks, reason=self._roster.over, over=True)
         return None
 
     # --- Messages ----------------------------------------------------------------------------------------------------
@@ -99,9 +90,8 @@ class Membership:
                 " servers: the size of each group must be a multiple of that"
             )
         formed = self._roster.formed
-        formed.form(topology, message)
-        self._journal.note(FormedEntry())
-        self._journal.is_due = True
+        formed.form(message)
+        self._journal.outdate()
         for service in self._services:
             service.form(topology, method, message)
         # Ranks that read the status before their next heartbeat should see these groups.
@@ -121,13 +111,13 @@ class Membership:
             )
         group = formed.group_of(sender.rank)
         if group < 0 or message.ranks != formed.members(group):  # else the answer was lost, and the rank repeats
-            group = self._join(sender.rank, message)
+            group = self._join(message)
         assert formed.message is not None
         joined = m.Joined(
             group=group,
             incarnation=formed.identity(group).incarnation,
             generation=formed.message.generation,
-            groups=self._roster.groups,
+            groups=self._roster.formed.alive,
             method=formed.message.method,
             wire_format=formed.message.wire_format,
             plan=self._epochs.book.plan if self._epochs.book is not None else None,
@@ -137,14 +127,14 @@ class Membership:
         )
         out = [*self._send_to_everyone(self._status_service.status(-1.0)), Out(sender.peer, m.CONTROL, joined)]
         # Only now, because the request may have waited.
-        self._replication.send_to_all(sm.HandleMessage(rank=sender.rank, message=m.encode(message)))
+        self._replication.relay(sender.rank, message)
         return self._replication.when_done(out)
 
-    def _join(self, rank: int, message: m.Join) -> int:
+    def _join(self, message: m.Join) -> int:
         group = self._roster.join(message.ranks, message.name)
         for service in self._services:
             service.join(group, message.ranks)
-        self._journal.note(JoinedEntry(rank, message))
+        self._journal.note(self.join_again, message)
         self._journal.is_due = True
         return group
 
@@ -153,9 +143,9 @@ class Membership:
 
     def evict(self, sender: Sender, message: m.Evict, payload: Payload) -> list[Out]:
         roster, group = self._roster, message.group
-        if self.over:
-            raise ProtocolError(f"the run is over: {self.over}")
-        if group not in roster.groups or roster.formed.identity(group).incarnation != message.incarnation:
+        if self._roster.over:
+            raise ProtocolError(f"the run is over: {self._roster.over}")
+        if group not in roster.formed.alive or roster.formed.identity(group).incarnation != message.incarnation:
             raise ProtocolError(f"there is no group {group} of incarnation {message.incarnation} any more")
         name, ranks = roster.formed.identity(group).name, roster.formed.members(group)
         if roster.ends_with(group):
@@ -171,25 +161,25 @@ class Membership:
 
     def goodbye(self, sender: Sender, message: m.Goodbye, payload: Payload) -> list[Out]:
         out = [Out(sender.peer, m.CONTROL, m.Acknowledged())]
-        self._replication.send_to_all(sm.HandleMessage(rank=sender.rank, message=m.encode(message)))
+        self._replication.relay(sender.rank, message)
         if message.reason:
             out += self.lose(sender.rank, message.reason, barred=True)
             self._roster.finished |= message.finished
             self._roster.leave(sender.rank)
             return out
-        return out + self._leave(sender.rank, message.finished)
+        return out + self.leave(sender.rank, message.finished)
 
-    def _leave(self, rank: int, finished: bool) -> list[Out]:
+    def leave(self, rank: int, finished: bool) -> list[Out]:
         group = self._roster.formed.group_of(rank)
         out = self._evict(group, lost=False) if group >= 0 else []
         self._roster.finished |= finished
         self._roster.leave(rank)
-        self._journal.note(LeftEntry(rank, finished))
+        self._journal.note(self.leave, rank, finished)
         return out + self._notify_of_end()
 
     def _notify_of_end(self) -> list[Out]:
         roster = self._roster
-        if self.over or not roster.is_over or not (roster.finished or roster.joining):
+        if self._roster.over or not roster.is_over or not (roster.finished or roster.joining):
             return []
         return self._send_end(TRAINED_TO_ITS_END if roster.finished else _BEGINNER_IS_GONE)
 
@@ -201,16 +191,16 @@ class Membership:
 
     def tick(self, now: float) -> list[Out]:
         out, roster, limits = list[Out](), self._roster, self._limits
-        for rank, reason in roster.stalled(now, limits.progress, self._collective_service.contributed):
+        for rank, reason in list(roster.stalled(now, limits.progress, self._collective_service.contributed)):
             out += self.lose(rank, reason)
-        for rank, reason in roster.silent(now, limits.silence_of(roster.joining), limits.join):
-            if self.over:
+        for rank, reason in list(roster.silent(now, limits.silence_of(roster.joining), limits.join)):
+            if self._roster.over:
                 self._roster.gone.add(rank)
             out += self.lose(rank, reason)
         return out
 
     def hang_up(self, peer: Peer) -> list[Out]:
-        member = self._roster.by_peer(peer)
+        member = self._roster.find(m.CONTROL, peer)
         if member is None:
             return []
         out = self.lose(member.rank, f"rank {member.rank} is gone without a goodbye: its process or its machine failed")
@@ -219,14 +209,14 @@ class Membership:
 
     def lose(self, rank: int, reason: str, barred: bool = False) -> list[Out]:
         """Evict the group of a dead rank, or end the run; if ``barred``, the group must not rejoin by itself."""
-        if rank not in self._roster.live or self.over:  # it is gone already, or is in no group yet
+        if rank not in self._roster.live or self._roster.over:  # it is gone already, or is in no group yet
             return []
-        self._replication.send_to_all(sm.LoseRank(rank=rank, reason=reason))
+        self._replication.send_to_all(self.lose, rank, reason, barred)
         group, over = self._roster.lose(rank, reason, barred)
         if over:
             return self.end(f"{reason}; the run cannot go on without it")
         assert group is not None
-        self._journal.note(LostEntry(rank, reason, barred))
+        self._journal.note(self.lose_again, rank, reason, barred)
         out = self._send_to_everyone(m.Notice(lost=self._roster.lost_ranks, reason=reason, barred=barred))
         try:
             return out + self._evict(group, lost=True) + self.resolve_pending() + self._notify_of_end()
@@ -239,8 +229,8 @@ class Membership:
         return [out for service in self._waited_for for out in service.resolve_pending()]
 
     def end(self, reason: str) -> list[Out]:
-        self.over, self._roster.can_continue = reason, False
-        self._replication.send_to_all(sm.EndRun(reason=reason))
+        self._roster.over, self._roster.can_continue = reason, False
+        self._replication.send_to_all(self.end, reason)
         return self._send_end(reason)
 
     def _evict(self, group: int, lost: bool) -> list[Out]:
@@ -281,7 +271,7 @@ class Joining(Service):
     def register(self, sender: Sender, message: m.RegisterGroup, payload: Payload) -> list[Out]:
         first, announced = self._roster.register(sender.peer, message.ranks, self._random(8).hex())
         if announced:
-            self._journal.note(NumberedEntry(first + message.ranks))
+            self._journal.note(self._roster.numbers.assign, first + message.ranks)
         run = self._roster.run or self._roster.numbers.claimed
         silence = self._limits.silence_of_connections
         enlisted = m.GroupRegistered(run=run, first=first, announced=announced, silence=silence)
@@ -355,14 +345,10 @@ class Joining(Service):
             return False
         if not self._roster.live:  # without live ranks no collective or stop is under way
             return True
-        return self._have_parted and not book.is_drained and not self._epochs.stop
-
-    @property
-    def _have_parted(self) -> bool:
-        """Return whether no synchronization or validation has begun since the state was stored."""
-        synchronization = self._collective_service
-        is_since = self._stored_at == synchronization.completed and self._called == self._epochs.called
-        return is_since and not synchronization.contributed
+        # No synchronization or validation may have begun since the state was stored.
+        completed, contributed = self._collective_service.completed, self._collective_service.contributed
+        have_parted = (completed, self._epochs.called) == (self._stored_at, self._called) and not contributed
+        return have_parted and not book.is_drained and not self._epochs.stop
 
     def _add_group(self, sender: Sender, message: m.Join) -> list[Out]:
         try:

@@ -19,16 +19,13 @@ from lightning_omni.methods import Master, Method, Push, Reply
 from lightning_omni.methods.contract import Tensors, Total
 from lightning_omni.methods.model.replica import all_finite
 from lightning_omni.methods.model.server_optimizer import Resolve, check_state, describe, rebuild
-from lightning_omni.server.parameters.push_checks import check_settings, has_finite_sum
-from lightning_omni.server.parameters.push_counts import PushCounts
+from lightning_omni.server.parameters.push_checks import PushCounts, check_settings, has_finite_sum
 from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, decode
 from lightning_omni.wire.layout import Layout, Structure, Structures, TensorSpec, read_structure, settings_of, specs_of
 from lightning_omni.wire.messages import PushMessage
 
 ROOM = 1 << 30
 """The most bytes of parameters added during a run, beyond the announced ones."""
-MOST_SERVERS = 1 << 12
-"""The most servers that one may represent."""
 _STATES = 4
 """The most bytes of an upload of added parameters and their optimizer state, as a multiple of the weights' bytes."""
 
@@ -57,7 +54,6 @@ class ServedParameters:
         state: state of the method's server side to continue from.
         room: the most bytes of parameters added during the run.
         sizes: number of parameters of each version of the layout.
-        servers: number of servers whose partitions this represents together, as in a simulation.
     """
 
     is_head = False
@@ -73,15 +69,12 @@ class ServedParameters:
         state: Mapping[str, Any] | None = None,
         room: int = ROOM,
         sizes: Sequence[int] = (),
-        servers: int = 1,
     ) -> None:
         if clock < 0:
             raise MalformedMessage(f"the clock cannot be {clock}")
-        if not 1 <= servers <= MOST_SERVERS:
-            raise MalformedMessage(f"a server stands for 1 to {MOST_SERVERS}, not {servers}")
         if (description is None) != (method.steps_at == "worker"):
             raise MalformedMessage(f"with {type(method).__name__} the optimizer steps at the {method.steps_at}")
-        versions = _versions(specs_of(weights), sizes, servers)
+        versions = _versions(specs_of(weights), sizes)
         self.layout = versions[-1]
         self.buffer = self.layout.empty()
         parameters = {}
@@ -89,9 +82,12 @@ class ServedParameters:
             view.copy_(value)
             parameters[name] = Parameter(view, requires_grad=view.is_floating_point() or view.is_complex())
         optimizer = rebuild(description, parameters, resolve) if description is not None else None
-        self.master = Master(parameters, optimizer, clock, len(versions[0].specs), servers)
-        self.structures = Structures(self._first_structure())
-        self._settings = [settings_of(group) for group in optimizer.param_groups] if optimizer is not None else []
+        self.master = Master(parameters, optimizer, clock, len(versions[0].specs))
+        param_groups = optimizer.param_groups if optimizer is not None else []
+        places = {id(parameter): place for place, parameter in enumerate(parameters.values())}
+        arranged = tuple(tuple(places[id(parameter)] for parameter in group["params"]) for group in param_groups)
+        self.structures = Structures([Structure(len(places), arranged)])
+        self._settings = [settings_of(group) for group in param_groups]
         self._room = room
         self._layouts = {len(version.specs): version for version in versions}
         self.method_side = method.server_side(self.master, groups)
@@ -117,8 +113,7 @@ class ServedParameters:
             "method": self.method_side.state(),
             "room": self._room,
             "sizes": list(self._layouts),
-            "servers": self.layout.servers,
-            "structures": self.structures.state(),
+            "structures": msgspec.msgpack.encode(self.structures),
             **self.counts.state(),
         }
 
@@ -127,8 +122,7 @@ class ServedParameters:
         cls, state: Mapping[str, Any], method: Method, groups: GroupHistory, resolve: Resolve
     ) -> ServedParameters:
         where = state["weights"], int(state["clock"]), method, groups.formed, resolve
-        more = {"sizes": state["sizes"], "servers": int(state.get("servers", 1))}
-        served = cls(state["optimizer"], *where, room=int(state["room"]), **more)
+        served = cls(state["optimizer"], *where, room=int(state["room"]), sizes=state["sizes"])
         # The history is repeated, because a method may compute values from the number of groups when they are formed.
         for number in (*groups.joined, len(groups.formed) + len(groups.joined)):
             for gone in (group for group, numbers in groups.gone.items() if numbers == number):
@@ -136,7 +130,7 @@ class ServedParameters:
             if number in groups.joined:
                 served.method_side.join(number)
         served.method_side.load_state(state["method"])
-        served.structures.load(state["structures"])
+        served.structures = msgspec.msgpack.decode(state["structures"], type=Structures)
         served.counts.load(state)
         served._resumed = True
         return served
@@ -201,13 +195,6 @@ class ServedParameters:
         before = known - len(named)
         is_repeated = before >= self.structures.first.size and list(self.master.parameters)[before:known] == named
         return before if is_repeated else known
-
-    def _first_structure(self) -> Structure:
-        places = {id(parameter): place for place, parameter in enumerate(self.master.parameters.values())}
-        groups = self.master.optimizer.param_groups if self.master.optimizer is not None else []
-        return Structure(
-            len(places), tuple(tuple(places[id(parameter)] for parameter in group["params"]) for group in groups)
-        )
 
     def _check_fresh(self, fresh: Mapping[str, Tensor], groups: Sequence[Mapping[str, Any]]) -> None:
         if fresh and self.is_head:
@@ -274,18 +261,15 @@ class ServedParameters:
                 f"the push lies in version {message.layout} of the layout, and group {group} knows version"
                 f" {known.version}"
             )
-        known = known.fragment(message.part, self._check_fragment(message))
+        fragments = self.method_side.method.fragments
+        if not (message.fragment == -1 if fragments == 1 else 0 <= message.fragment < fragments):
+            raise MalformedMessage(f"the push is of fragment {message.fragment}, and the method has {fragments}")
+        known = known.fragment(message.part, fragments)
         if len(message.present) != len(known.specs):
             raise MalformedMessage(
                 f"the push speaks of {len(message.present)} parameters, the optimizer has {len(known.specs)}"
             )
         return known.subset(message.present)
-
-    def _check_fragment(self, message: PushMessage) -> int:
-        of = self.method_side.method.fragments
-        if not (message.fragment == -1 if of == 1 else 0 <= message.fragment < of):
-            raise MalformedMessage(f"the push is of fragment {message.fragment}, and the method has {of}")
-        return of
 
     def push(
         self,
@@ -323,13 +307,14 @@ class ServedParameters:
         if self.method_side.declines(self.master.clock - message.read_at):
             self.counts.decline(group)
             return None
-        message = self._in_its_time(message)
+        if self._resumed and message.read_at > self.master.clock:  # the newer weights of an earlier server are lost
+            message = msgspec.structs.replace(message, read_at=self.master.clock)
         self._check(message, known)
         if not (all_finite(tensors) if finite is None else finite):
             self.counts.refuse(group)
             return None
         self.counts.accept(group)
-        layout = self.layout.fragment(message.part, self._check_fragment(message))
+        layout = self.layout.fragment(message.part, self.method_side.method.fragments)
         if unknown := len(layout.specs) - len(tensors):
             tensors = [*tensors, *[None] * unknown]
         settings = self._in_newest(message, known)
@@ -370,12 +355,6 @@ class ServedParameters:
         for view, tensor in zip(layout.views(self._answer), tensors, strict=True):
             view.zero_() if tensor is None else view.copy_(tensor)
         return self._answer[: layout.nbytes]
-
-    def _in_its_time(self, message: PushMessage) -> PushMessage:
-        """Return a push from newer weights of an earlier server as one from the present weights."""
-        if not self._resumed or message.read_at <= self.master.clock:
-            return message
-        return msgspec.structs.replace(message, read_at=self.master.clock)
 
     def _check(self, message: PushMessage, known: Structure) -> None:
         if not 0 <= message.read_at <= self.master.clock:
@@ -440,9 +419,9 @@ def _there(absent: Collection[int], count: int) -> list[bool]:
     return [place not in gone for place in range(count)]
 
 
-def _versions(specs: tuple[TensorSpec, ...], sizes: Sequence[int], servers: int) -> list[Layout]:
+def _versions(specs: tuple[TensorSpec, ...], sizes: Sequence[int]) -> list[Layout]:
     first, *others = sizes or (len(specs),)
-    versions = [Layout(specs[:first], servers=servers)]
+    versions = [Layout(specs[:first])]
     for size in others:
         versions.append(versions[-1].grown(specs[len(versions[-1].specs) : size]))
     return versions

@@ -16,8 +16,6 @@ from lightning_omni.methods.model.head import MergedHead, clip
 from lightning_omni.methods.model.modules import ResolveModule, rebuild_module
 from lightning_omni.methods.model.server_optimizer import Resolve
 from lightning_omni.server.parameters.served_parameters import ServedParameters
-from lightning_omni.wire import messages as m
-from lightning_omni.wire.formats.base import from_wire
 from lightning_omni.wire.layout import DTYPES
 from lightning_omni.wire.messages import HeadBackward, HeadForward, PushMessage
 
@@ -191,11 +189,6 @@ class ParameterStore:
         self.heads = [
             (number, optimizer) for number, optimizer in enumerate(optimizers) if isinstance(optimizer, ServedHead)
         ]
-
-    def answer_as(self, formed: m.FormGroups) -> None:
-        answers = from_wire(formed.wire_format).answers
-        for _, optimizer in self.pushed:
-            optimizer.answer_in(answers)
 
     @property
     def clock(self) -> int:

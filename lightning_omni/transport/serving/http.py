@@ -84,7 +84,7 @@ class StatusServer:
         now = time.monotonic()
         if now >= self._due:
             self._due = now + EVERY
-            self.publish(core.observation.overview(), core.missing_servers, core.replication.number == 0)
+            self.publish(core.status_service.overview(), core.replication.missing, core.replication.number == 0)
 
     def publish(self, overview: m.Overview, missing: int = 0, is_of_run: bool = True) -> None:
         self._server.snapshot = TimedOverview(overview, time.monotonic(), time.time(), missing, is_of_run)

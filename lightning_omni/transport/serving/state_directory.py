@@ -38,7 +38,7 @@ from lightning_omni.transport.serving.save_files import (
     write_save,
 )
 from lightning_omni.wire.codec import Packed, pack
-from lightning_omni.wire.journal import AnyEntry, Entry, FormedEntry, RestartedEntry, SeededEntry
+from lightning_omni.wire.journal import OUTDATED, Call
 
 _log = logging.getLogger(__name__)
 
@@ -112,7 +112,7 @@ class StateDirectory:
         journals = [number for number in numbers_in(self._path, JOURNAL) if number >= last]
         entries = [entry for number in journals for entry in self._entries(number)]
         is_incomplete = max(numbers_in(self._path, _GAP), default=0) >= last
-        if is_incomplete or any(isinstance(entry, FormedEntry | SeededEntry) for entry in entries):
+        if is_incomplete or OUTDATED in entries:
             self._keep_ended(last)
             _log.warning(
                 "no server can go on with the run in %s, because %s; the weights of the last save are kept",
@@ -131,7 +131,7 @@ class StateDirectory:
         age = time.time() - path.stat().st_mtime
         return (
             f"goes on with a run of {core.roster.world_size} ranks, from a state that was saved {age:.1f} s before:"
-            f" {core.clock} updates"
+            f" {core.store.clock} updates"
         )
 
     def poll(self, core: ServerCore) -> None:
@@ -169,9 +169,9 @@ class StateDirectory:
         core.journal.write, core.journal.is_due = None, False
         self._close_journal()
         with contextlib.suppress(OSError):
-            if core.over and (saves := numbers_in(self._path, SAVED)):  # its weights may still be of use
+            if core.roster.over and (saves := numbers_in(self._path, SAVED)):  # its weights may still be of use
                 self._keep_ended(saves[-1])
-            elif not core.over and core.generation and (core.roster.finished or not core.roster.lost):
+            elif not core.roster.over and core.generation and (core.roster.finished or not core.roster.lost):
                 # It has ended in good order: nothing of an earlier one stays.
                 (self._path / ENDED).unlink(missing_ok=True)
             self._remove_before(self._number + 1)
@@ -224,7 +224,7 @@ class StateDirectory:
         self._close_journal()
         self._journal = journal
 
-        def write(entry: Entry) -> None:
+        def write(entry: Call) -> None:
             data = msgspec.msgpack.encode(entry)
             data = len(data).to_bytes(LENGTH, "little") + data
             try:
@@ -235,7 +235,7 @@ class StateDirectory:
 
         core.journal.write = write
         if self._went_on:
-            write(RestartedEntry())
+            core.journal.note(core.epochs.go_back)
             self._went_on = False
 
     def _lose(self, core: ServerCore, error: Exception) -> None:
@@ -254,8 +254,8 @@ class StateDirectory:
         with contextlib.suppress(OSError):
             file_of(self._path, SAVED, number).rename(self._path / ENDED)
 
-    def _entries(self, number: int) -> Iterator[Entry]:
-        data, decode = file_of(self._path, JOURNAL, number).read_bytes(), msgspec.msgpack.Decoder(AnyEntry).decode
+    def _entries(self, number: int) -> Iterator[Call]:
+        data, decode = file_of(self._path, JOURNAL, number).read_bytes(), msgspec.msgpack.Decoder(Call).decode
         position = 0
         while position + LENGTH <= len(data):
             start = position + LENGTH

@@ -7,8 +7,7 @@ import errno
 import logging
 import platform
 import secrets
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -58,7 +57,6 @@ from lightning_omni.transport.zeromq.shared_memory import (
 )
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.messages import ProcessInfo
 from lightning_omni.wire.messages import servers as sm
 from lightning_omni.wire.messages.servers import FollowerProof
 
@@ -141,7 +139,7 @@ PACKAGES = ("lightning-omni", "torch", "pytorch-lightning", "lightning", "pyzmq"
 
 
 @cache
-def versions() -> Mapping[str, str]:
+def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "libzmq": zmq.zmq_version()}
     return {**found, **{package: number for package in PACKAGES if (number := _version(package))}}
 
@@ -151,10 +149,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
-
-
-def about() -> ProcessInfo:
-    return ProcessInfo(dict(versions()), time.time())
 
 
 # --- Loop -------------------------------------------------------------------------------------------------------------
@@ -231,11 +225,12 @@ class ZeroMQServer:
         self.address = self._sockets[m.CONTROL].getsockopt_string(zmq.LAST_ENDPOINT)
         # Makes sending to a lost peer fail.
         self._sockets[m.CONTROL].setsockopt(zmq.ROUTER_MANDATORY, 1)
-        core.about, core.limits.hears_connections = about, True
+        core.versions, core.limits.hears_connections = versions(), True
         core.data_port = urlsplit(self._sockets[m.DATA].getsockopt_string(zmq.LAST_ENDPOINT)).port or 0
         self.shared = SharedMemory(
-            core.data_connection,  # a leader's memory for answers is one segment for all servers
-            lambda: core.replication.count * sum(served.buffer.numel() for served in core.optimizers),
+            lambda rank: core.roster.data_connection(rank),
+            # A leader's memory for answers is one segment for all servers.
+            lambda: core.replication.count * sum(served.buffer.numel() for served in core.store.all),
         )
         if directory is not None and shared_memory and can_share_memory():
             self._segment_socket = SegmentSocket(memory_path(self.address), self.shared)
@@ -344,8 +339,8 @@ class ZeroMQServer:
                 self._guard.let_in(frame.get(zmq.SRCFD))
                 if isinstance(message, m.Proof):
                     self._received[peer] = frame.get(zmq.SRCFD), 0
-                    host = "localhost" if self._directory is not None else str(frame.get("Peer-Address"))
-                    self.core.set_host(peer, host)
+                    if (member := self.core.roster.find(channel, peer)) is not None:
+                        member.host = "localhost" if self._directory is not None else str(frame.get("Peer-Address"))
         return out
 
     def _on_data(self, peer: bytes, frames: list[Any]) -> list[Out]:
@@ -414,7 +409,8 @@ class ZeroMQServer:
                 self._send(self.core.hang_up(peer))
             elif (known := self._received.get(peer)) and (received := received_by(known[0])) != known[1]:
                 self._received[peer] = known[0], received
-                self.core.note_life(peer, self._clock())
+                if (member := self.core.roster.find(m.CONTROL, peer)) is not None:
+                    member.last_seen = self._clock()
         self._received = {peer: self._received[peer] for peer in self.core.peers if peer in self._received}
 
     def _reach(self, frames: list[Any]) -> bool:
@@ -432,7 +428,7 @@ class ZeroMQServer:
         self._turned_away = refused
 
     def _forget_strangers(self) -> None:
-        attached = self.core.admission.attached
+        attached = self.core.roster.attached
         if not attached:
             self._copies = Copies()  # the memory of a run that is over is given back
         for kept in (self._buffers, self._assemblies):  # an assembly whose payload is kept has no buffer

@@ -14,7 +14,6 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.runtime.balance import Balance, gather_values
@@ -61,11 +60,6 @@ class TimedStep:
     squares: tuple[float, ...] = ()
 
 
-def _rate_of(optimizers: Sequence[Optimizer]) -> float:
-    group = optimizers[0].param_groups[0]
-    return float(group.get("initial_lr", group["lr"]))  # which a scheduler that a hook steps multiplies
-
-
 class FirstBatches:
     """The timing of a run's first steps, on every rank of one group.
 
@@ -85,7 +79,7 @@ class FirstBatches:
         self._steps: list[TimedStep] = []
         self._losses: list[Tensor] = []
         self._count = self._measured = 0
-        self._loaded, self.lr = 0.0, math.nan  # the rate after the first of these steps
+        self._loaded = 0.0
         self._moments = list(DECISION_STEPS[1:] if before else DECISION_STEPS)
         self._seen = 0
         batch = batch_size_of(loader_of(strategy.parts.trainer))
@@ -107,8 +101,6 @@ class FirstBatches:
             is_known = self._has_means and len(batches) == 1  # accumulated gradients are sums
             squares = tuple(each / scale**2 for each in self._balance.squares.tolist()) if is_known else ()
             self._steps.append(TimedStep(int(samples), own, seconds, mean, loading, squares))
-        if not self._count:
-            self.lr = _rate_of(self._strategy.optimizers)
         self._measured, self._loaded, self._losses = len(self._balance.measured), self._balance.loading, []
         self._count += 1
 
@@ -284,7 +276,7 @@ class OnlineTuner:
         self._applied.restore_user_setting()
         run.state.unfinished = True
         # One group's speed is no reason to begin again, if the epoch is too short for a choice.
-        self._speed_record.changed(in_mid_epoch=run.strategy.parts.epochs.is_open)
+        self._speed_record.changed()
         hyperparameters = run.hyperparameters()
         self._deciding, self._known, self._is_patient = 0.0, [], True
         spec = self._space.specification(hyperparameters, self._applied.seconds_to_form)
@@ -335,10 +327,6 @@ class OnlineTuner:
     def _begin_to_decide(self, batches: FirstBatches) -> None:
         """Start a decision on every rank; all ranks keep training until rank 0 has decided."""
         began, run = time.perf_counter(), self._run
-        if not run.trainer.lr_scheduler_configs and not math.isclose(_rate_of(run.trainer.optimizers), batches.lr):
-            if batches.spec.space.groups != (1,):
-                run.info("OmniTuner: groups are not tried: a hook sets the learning rate; use a scheduler")
-            batches.keep_one_group()
         decision = self._decision = _Decision(batches.seen())
         if run.is_rank_zero:
             decision.found = run_in_background(self._finding(decision, batches))
@@ -449,7 +437,7 @@ class OnlineTuner:
             self._applied.apply(command)
         self._applied.watch(command.divergence_threshold, keeps=True)
         run.state.rounds, run.state.learnt_below = run.state.rounds + 1, command.learnt_below
-        self._speed_record.changed(in_mid_epoch=run.strategy.parts.epochs.is_open)
+        self._speed_record.changed()
         self._reports.chosen(command)
 
 

@@ -23,7 +23,7 @@ from lightning_omni.strategy.lightning_internals.callbacks import copy_averages_
 from lightning_omni.strategy.lightning_internals.loops import will_step
 from lightning_omni.tuning.callback.losses import TrainingLosses, TrialOutcome, is_falling
 from lightning_omni.tuning.callback.settings import AppliedSetting
-from lightning_omni.tuning.callback.speed import SpeedHistory, SpeedRecord
+from lightning_omni.tuning.callback.speed import SpeedRecord
 from lightning_omni.tuning.callback.tuned_run import Command, TunedRun, TunerReports
 from lightning_omni.tuning.search import constants as c
 
@@ -40,7 +40,6 @@ class UserSettingTrial:
 
     length: int
     end: int
-    speeds: SpeedHistory
     before: RollbackPoint
     losses: list[Tensor] = field(default_factory=list)
     taken: int = 0
@@ -159,7 +158,8 @@ class PlateauGuard:
         )
         before = self._applied.begin_trial(starts_over)
         curve.trial_begins()
-        self.trial = UserSettingTrial(steps, steps, self._speed_record.stash_speeds(), before)
+        self._speed_record.changed()
+        self.trial = UserSettingTrial(steps, steps, before)
 
     def ended(self) -> None:
         """Restore the weights from before a trial that has raised the loss when training ends. All ranks call it."""
@@ -194,7 +194,7 @@ class PlateauGuard:
             why = "it lowers the training loss further"
         else:
             self._applied.end_trial(trial.before if outcome is TrialOutcome.WORSE else None)
-            self._speed_record.restore_speeds(trial.speeds)
+            self._speed_record.changed()
             why = "your own setting, which was tried, does not lower the training loss further"
         self._reports.chosen(Command(run.setting, why=why))
 

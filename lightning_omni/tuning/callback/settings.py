@@ -31,7 +31,6 @@ from lightning_omni.tuning.search.space import (
     DEFAULT_ALL_REDUCES,
     DEFAULT_METHODS,
     DEFAULT_WIRES,
-    UNBOUNDED,
     apply_further,
     compression_named,
     is_plain,
@@ -104,8 +103,6 @@ class FitSpace:
             run.horizon,
             self._space(hyperparameters, start),
             hyperparameters.scaling,
-            seconds=min(run.seconds_left, UNBOUNDED),
-            ends_by_time=run.ends_by_time,
             switch=switch,
             budget=run.options.budget,
             allowance=run.options.budget * run.seconds - run.spent,
@@ -237,10 +234,9 @@ class AppliedSetting:
 
     def apply(self, command: Command) -> None:
         """Train with the setting of a command from now on. All ranks call it."""
-        run, state, hyperparameters = self._run, self._run.state, self._run.hyperparameters()
+        state, hyperparameters = self._run.state, self._run.hyperparameters()
         hyperparameters.set_momentum(command.setting.momentum)
         hyperparameters.make_default()
-        hyperparameters.scale(command.setting.lr / run.own.lr / state.scaled)
         state.setting = command.setting
         state.speeds = sorted(command.speeds.items()) if command.speeds and command.by_speed else []
         self.form(command.setting, command.speeds, command.by_speed)
@@ -248,6 +244,7 @@ class AppliedSetting:
     def form(self, setting: Setting, speeds: Mapping[int, float] | None = None, by_speed: bool = False) -> None:
         """Form the groups of a setting. All ranks call it."""
         strategy, world, began = self._run.strategy, self._run.world, time.perf_counter()
+        world.rate_factor = self._run.state.scaled
         communicates = communicate(strategy, communication_of(setting, world.communication)) and setting.groups > 1
         if setting.groups > 1:
             if self._pushes not in (None, type(world.method)):  # a residual has the units of what its method pushes
@@ -340,20 +337,13 @@ class AppliedSetting:
             self.rollback_point.keep_weights()
 
     def roll_back(self) -> Command:
-        """Restore the rollback point, in one group with the user's own setting; report how. All ranks call it.
-
-        A run that has diverged in one group, with the user's all-reduce and own dimensions, keeps its setting with
-        smaller steps.
-        """
+        """Restore the rollback point, in one group with the user's own setting; report how. All ranks call it."""
         run, state, was = self._run, self._run.state, self._run.setting
         assert self.rollback_point is not None
         run.strategy.parts.grouping.merge()
         self.return_to(self.rollback_point)
         state.is_final = True
-        if was.groups == 1 and (was.all_reduce, was.further) == (run.own.all_reduce, run.own.further):
-            self._train_in_one_group(replace(was, lr=was.lr / c.RATE_FACTOR))
-        else:
-            self._train_in_one_group(run.own)
+        self._train_in_one_group(run.own)
         run.renew_choice()
         self.watch(state.divergence_threshold)
         why = f"the run has diverged with {was}, and is rolled back to its weights after the last good epoch or search"
@@ -390,15 +380,17 @@ class AppliedSetting:
 
     def end_trial(self, to: RollbackPoint | None) -> None:
         """Train with the setting before the trial again, from the state ``to`` if given. All ranks call it."""
-        run, state = self._run, self._run.state
-        before = state.before_trial
+        before = self._run.state.before_trial
         assert before is not None
         if to is not None:
             self.return_to(to)
-        before = replace(before, groups=min(before.groups, len(run.world.live_ranks)))
-        speeds = dict(state.speeds) or None
-        state.before_trial = None
-        self.apply(Command(before, speeds=speeds, by_speed=bool(speeds)))
+        self.resume(before)
+
+    def resume(self, setting: Setting) -> None:
+        """Train with an earlier setting again, in groups by the speeds of then. All ranks call it."""
+        state, live = self._run.state, len(self._run.world.live_ranks)
+        state.before_trial, speeds = None, dict(state.speeds) or None
+        self.apply(Command(replace(setting, groups=min(setting.groups, live)), speeds=speeds, by_speed=bool(speeds)))
         self.watch(math.nan, keeps=True)
 
     # --- Giving groups up ---------------------------------------------------------------------------------------------

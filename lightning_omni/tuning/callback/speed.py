@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_omni.errors import OmniError
 from lightning_omni.strategy.lightning_internals.callbacks import loader_of
 from lightning_omni.tuning.callback.settings import AppliedSetting
 from lightning_omni.tuning.callback.tuned_run import Command, TunedRun, TunerReports, strategy_of
@@ -186,23 +183,14 @@ class SpeedRecord:
     def search_begins(self) -> None:
         self._totals = {}
 
-    def changed(self, in_mid_epoch: bool = False) -> None:
+    def changed(self) -> None:
         """Start over, because the run trains with another setting from now on."""
         self._speeds, self._has_changed = SpeedHistory(), False
         self.speed = None
-        if in_mid_epoch:
+        if self._run.strategy.parts.epochs.is_open:
             self._changed_in = self._run.trainer.current_epoch
             self.throughput.take()
             self.throughput.interrupt()  # the time of forming groups is no batch's
-
-    def stash_speeds(self) -> SpeedHistory:
-        speeds = self._speeds
-        self.changed(in_mid_epoch=self._run.strategy.parts.epochs.is_open)
-        return speeds
-
-    def restore_speeds(self, speeds: SpeedHistory) -> None:
-        self.changed(in_mid_epoch=True)
-        self._speeds = speeds
 
     def epoch_done(self) -> None:
         """Record the ended epoch's speed with the present setting. All ranks call it."""
@@ -318,41 +306,29 @@ class ForecastCheck:
         return setting.groups > 1 or setting.further != state.own.further
 
     def _check(self, speed: Speed) -> str:
-        run, state = self._run, self._run.state
+        run, state, found = self._run, self._run.state, None
         state.checked = state.rounds
-        is_known = run.is_rank_zero and run.searches
-        found = self._refutes(run.searches[-1], run.setting, speed) if is_known else None
-        segments = self._trained(speed, is_refuted=found is not None) if is_known else state.segments
+        if run.is_rank_zero and run.searches:
+            found = self._refutes(run.searches[-1], run.setting, speed) or self._first_of_its_values()
+            state.segments = self._trained(speed, is_refuted=found is not None and found.setting != run.setting)
         command, was_refuted = run.broadcast_command(found), state.refuted
-        state.segments, state.refuted = run.broadcast_segments(segments), state.refuted or command is not None
         if command is None:
-            return self._why_other_value()
-        if not was_refuted:
+            return ""
+        state.refuted = was_refuted or command.setting != run.setting
+        if command.setting == run.setting or not was_refuted:
             return command.why
         self._applied.return_to_one_group(command.setting)
-        self._speed_record.changed(in_mid_epoch=run.strategy.parts.epochs.is_open)
+        self._speed_record.changed()
         self._reports.chosen(command)
         return ""
 
-    def _why_other_value(self) -> str:
-        """Return why another value in a user-defined dimension should be used, or "". All ranks call it."""
-        run = self._run
-        if not run.options.further:
-            return ""
-        why, began = "", time.perf_counter()
-        if run.is_rank_zero and run.searches:
-            last = run.searches[-1]
-            space = replace(last.spec.space, further=run.options.further)  # no checkpoint holds them
-            spec = replace(last.spec, space=space, horizon=run.horizon, seconds=run.seconds_left)
-            with suppress(OmniError):  # it is reported when batches are timed
-                chosen = Search(spec, last.observation, last.known, run.state.segments).choice().setting
-                if chosen.further != run.setting.further:
-                    value = ", ".join(f"{name}={value}" for name, value in chosen.further)
-                    why = f"{value} is to be tried, or was faster"
-            last.overhead += time.perf_counter() - began
-        why = run.world.broadcast_text(why)
-        run.exclude_seconds(time.perf_counter() - began)
-        return why
+    def _first_of_its_values(self) -> Command | None:
+        """Return a command to time one group again, whose choice knows these user-defined values; None if one did."""
+        run, further = self._run, self._run.setting.further
+        if further in (run.own.further, *(each.setting.further for each in run.state.segments)):
+            return None
+        values = ", ".join(f"{name}={value}" for name, value in further)
+        return Command(run.setting, why=f"the speed with {values} is known")
 
     def _trained(self, speed: Speed, is_refuted: bool) -> list[TrainedSegment]:
         run, setting, search = self._run, self._run.setting, self._run.searches[-1]

@@ -14,11 +14,10 @@ from typing import Any
 
 import numpy as np
 
-from lightning_omni.checks import check_number, check_whole, keep_plain
+from lightning_omni.checks import check_number, check_whole
 from lightning_omni.combinations import refuse_pairs
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, method_named
-from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.wire.compression import Compression
 from lightning_omni.wire.formats.base import WireFormat
@@ -116,7 +115,7 @@ def sites_of(nodes: Sequence[int], seconds: Sequence[float], apart: float) -> tu
 
 
 @dataclass(frozen=True)
-class ExchangePattern(Serializable):
+class ExchangePattern:
     """The properties of a method, a wire format and an overlap that `Profile.predict` needs.
 
     Args:
@@ -127,9 +126,6 @@ class ExchangePattern(Serializable):
         delay: steps that a group makes before it waits for the answer.
         peers: whether groups exchange with one another instead of with a server.
         dynamic: whether slow groups make fewer local steps.
-
-    Raises:
-        ConfigurationError: a number is out of range.
 
     Example:
         A group sends one of four fragments every twelve steps, and waits for the answer after two more:
@@ -145,21 +141,6 @@ class ExchangePattern(Serializable):
     delay: int = 0
     peers: bool = False
     dynamic: bool = False
-
-    def __post_init__(self) -> None:
-        keep_plain(self)
-        check_whole("period", self.period, "local steps between two exchanges, 1 or more", low=1)
-        for name in ("push", "pull"):
-            if getattr(self, name) is not None:
-                check_number(name, getattr(self, name), "bytes of an exchange, 0 or more, or None", 0, below=math.inf)
-        check_whole("delay", self.delay, "steps that an exchange is not waited for, 0 or more")
-        if self.delay > self.period:
-            raise ConfigurationError(
-                f"delay={self.delay} with period={self.period}: an answer is waited for before the next exchange;"
-                f" pass 0 to {self.period}"
-            )
-        if self.peers and self.barrier:
-            raise ConfigurationError("peers=True with barrier=True: groups that read from peers do not wait for all")
 
     @classmethod
     def of(
@@ -295,15 +276,8 @@ class CostModel:
         )
 
     def known(self, exchanging: ExchangePattern) -> ExchangePattern:
-        for name in ("push", "pull"):
-            if getattr(exchanging, name):
-                self.check_nbytes(f"{name}={getattr(exchanging, name)}: what an exchange had was")
         push, pull = (self.nbytes if nbytes is None else nbytes for nbytes in (exchanging.push, exchanging.pull))
         return replace(exchanging, push=push, pull=pull)
-
-    def check_nbytes(self, asked: str) -> None:
-        if not self.nbytes:
-            raise ConfigurationError(f"{asked} not measured; fit with Measured(nbytes=...)")
 
     def speeds(self, samples: float) -> dict[int, float]:
         seconds = self.overhead[0] + samples * self.per_sample[0]
@@ -332,7 +306,10 @@ class CostModel:
             model = replace(model, devices=devices, placement=model.placement.repeated(ranks))
         if bandwidth is not None:
             check_number("bandwidth", bandwidth, "a positive number", above=0)
-            self.check_nbytes(f"bandwidth={bandwidth}: bytes of an exchange were")
+            if not self.nbytes:
+                raise ConfigurationError(
+                    f"bandwidth={bandwidth}: bytes of an exchange were not measured; fit with Measured(nbytes=...)"
+                )
             per_byte = alike / bandwidth
             ring = model.nbytes * per_byte
             model = replace(model, ring=ring, hand_ring=ring, own_per_byte=per_byte, link_per_byte=per_byte)

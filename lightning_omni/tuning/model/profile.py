@@ -27,9 +27,9 @@ from lightning_omni.checks import check_number, check_whole
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.topology import Topology
 from lightning_omni.tuning.model import constants as c
-from lightning_omni.tuning.model.convergence import Estimate
 from lightning_omni.tuning.model.cost_fit import fit_model
 from lightning_omni.tuning.model.cost_model import CostModel, ExchangePattern
+from lightning_omni.tuning.model.estimate import Estimate
 from lightning_omni.tuning.model.measurements import Measured, mean_samples
 from lightning_omni.tuning.model.training_plan import TrainingPlan
 from lightning_omni.wire.compression import EXACT, AllReduce, all_reduce_of
@@ -262,21 +262,6 @@ class Profile:
         check_number("batch_size", size, "samples per rank and step, above 0", above=0, below=math.inf)
         model = self.model.changed(ranks, bandwidth, latency, servers, per_node)
         return replace(self, model=model, batch_size=float(size))
-
-    def saturating_groups(self) -> int:
-        """Return the least number of groups, 2 or more, that saturates a serial part; the number of ranks if none does.
-
-        More groups are no faster and staler, so a search begins here (Hadjis et al. 2016, Algorithm 1).
-        """
-        plan = self._plan(self.model.likely, False, None, "fp32")
-        low, high = 2, max(self.ranks, 2)
-        while low < high:  # the load grows with the number of groups
-            middle = (low + high) // 2
-            if plan.outcome(self._fastest_topology(middle, plan)[0]).is_saturated:
-                high = middle
-            else:
-                low = middle + 1
-        return min(low, self.ranks)
 
 
 @cache

@@ -44,8 +44,7 @@ class Choice(Serializable):
 def log_seconds(evidence: Evidence, setting: Setting, forming: bool = True) -> float:
     """Return the log of the predicted seconds from now to the end; ``forming`` includes the time to form groups."""
     spec, start = evidence.spec, evidence.start
-    by_samples = math.inf if spec.ends_by_time else spec.horizon / max(evidence.throughput(start), 1e-12)
-    left = min(spec.seconds, by_samples)
+    left = spec.horizon / max(evidence.throughput(start), 1e-12)
     seconds = left * math.exp(evidence.log_time(setting) - evidence.log_time(start))
     needs_forming = forming and setting.groups > 1 and setting != start
     return math.log(max(seconds + spec.switch * needs_forming, 1e-12))

@@ -23,7 +23,7 @@ import numpy as np
 
 from lightning_omni.methods import DiLoCo, LocalSGD, method_named
 from lightning_omni.serialization import Serializable
-from lightning_omni.tuning.model.forecast import Scaling, Setting, explicit_for
+from lightning_omni.tuning.model.forecast import Scaling, Setting
 from lightning_omni.tuning.search import constants as c
 
 Array = np.ndarray[Any, Any]
@@ -312,12 +312,6 @@ class PriorTheory:
     @property
     def step(self) -> float:
         return self.scaling.step(self.start)
-
-    def tuned(self, groups: int) -> Setting:
-        """Return plain asynchronous SGD with the momentum that implicit momentum leaves, and the user's step."""
-        own = self.start.momentum
-        momentum = own if self.scaling.is_adaptive else explicit_for(own, groups - 1)
-        return Setting(groups, momentum, self.scaling.lr(groups, momentum, self.step))
 
     def suggested(self, setting: Setting) -> Setting:
         momentum, factor = self.prior.suggested(

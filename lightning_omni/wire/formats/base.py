@@ -221,7 +221,7 @@ _registry = Registry(
     "wire format",
     "lightning_omni.wire.formats.WireFormat",
     "--wire-format",
-    internal=frozenset({"raw", "both_ways", "by_share"}),
+    internal=frozenset({"raw", "both_ways"}),
 )
 
 

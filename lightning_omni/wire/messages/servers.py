@@ -11,6 +11,7 @@ from typing import Annotated
 import msgspec
 
 from lightning_omni.wire import messages as m
+from lightning_omni.wire.journal import Call
 
 # --- From a server that holds a partition to the coordinating server
 # -----------------------------------------------------
@@ -71,84 +72,13 @@ class FollowerWelcome(m.Message, frozen=True, kw_only=True):
 
 
 class ServerCommand(m.Message, frozen=True, kw_only=True):
-    """A command that servers execute in order. ``now`` is the time, on one clock for all servers."""
+    """A call that servers make in order. ``now`` is the time, on one clock for all servers."""
 
+    call: Call
     now: float = 0.0
 
 
-class AdmitRank(ServerCommand, frozen=True, kw_only=True):
-    """The admission of a rank, with the messages from which its secret is derived.
-
-    ``joins`` if groups join its run on their own.
-    """
-
-    hello: m.Hello
-    challenge: bytes
-    joins: bool = False
-
-
-class HandleMessage(ServerCommand, frozen=True, kw_only=True):
-    """A rank's control message, which the coordinating server has handled."""
-
-    rank: int
-    message: bytes
-
-
-class LoseRank(ServerCommand, frozen=True, kw_only=True):
-    rank: int
-    reason: str
-
-
-class IdleLeader(ServerCommand, frozen=True, kw_only=True):
-    """The start of a leader's wait for other groups."""
-
-    rank: int
-
-
-class ResumeLeader(ServerCommand, frozen=True, kw_only=True):
-    """The end of a leader's wait for other groups."""
-
-    rank: int
-
-
-class DecideRequest(ServerCommand, frozen=True, kw_only=True):
-    """The decision on a request, once all parts have arrived or one was refused.
-
-    Attributes:
-        finite: whether all parts are finite.
-        refusal: refusal of one part, which all servers send.
-    """
-
-    rank: int
-    request: int
-    finite: bool = True
-    refusal: m.RefusedMessage | None = None
-
-
-class ExpireTimers(ServerCommand, frozen=True, kw_only=True):
-    """The expiry of a time that methods have requested."""
-
-
-class EndRun(ServerCommand, frozen=True, kw_only=True):
-    """The end of the run. Without a reason, all its ranks are gone, and the next run may begin."""
-
-    reason: str = ""
-
-
-ToFollower = (
-    FollowerWelcome
-    | AdmitRank
-    | HandleMessage
-    | LoseRank
-    | IdleLeader
-    | ResumeLeader
-    | DecideRequest
-    | ExpireTimers
-    | EndRun
-    | m.Challenge
-    | m.RefusedMessage
-    | m.Acknowledged
-)
+ToFollower = FollowerWelcome | ServerCommand | m.Challenge | m.RefusedMessage | m.Acknowledged
 """The messages of the coordinating server to the others."""
 _decoder = msgspec.msgpack.Decoder(ToFollower)
 

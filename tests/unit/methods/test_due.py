@@ -165,5 +165,5 @@ def test_a_group_whose_answer_is_due_gets_it_in_real_time(serving: Serving) -> N
             server.link.now = now
             server.run(lambda: True)
             assert (first.data.take(m.Weights) is not None) == answered
-    assert serving.core.clock == 1
+    assert serving.core.store.clock == 1
     assert serving.core.due == math.inf

@@ -500,7 +500,7 @@ def test_a_second_group_that_adds_something_else_is_refused_and_one_that_says_th
 
 
 def test_a_group_may_come_to_two_changes_at_once_and_so_be_the_first() -> None:
-    structures = Structures(Structure(1, ((0,),)))
+    structures = Structures([Structure(1, ((0,),))])
     one, two = Structure(2, ((0,), (1,))), Structure(3, ((0,), (1,), (2,)))
     structures.move(0, one, structures.find(0, one))
     structures.move(1, two, structures.find(1, two))
@@ -511,7 +511,7 @@ def test_a_group_may_come_to_two_changes_at_once_and_so_be_the_first() -> None:
 
 def test_structures_do_not_pile_up_without_end() -> None:
     both = [Structure(2, ((0, 1),)), Structure(2, ((0,), (1,)))]
-    structures = Structures(both[0])
+    structures = Structures([both[0]])
     for number in range(1, MOST_STRUCTURES):
         structures.move(0, both[number % 2], structures.find(0, both[number % 2]))
     with pytest.raises(Refused, match="change them less often"):

@@ -302,13 +302,13 @@ def test_the_run_outlives_the_group_that_began_it_and_its_recorder_is_the_lowest
         link.control(1, m.FormGroups(generation=2, groups=((0,), (1,), (2,)), method={})), "protocol", "rank 0"
     )
     link.deliver(link.core.hang_up(control_peer(0)))
-    assert not link.core.over
+    assert not link.core.roster.over
     status = link.control(1, m.AskStatus())
     assert (status.recorder, [each.group for each in status.groups], status.lost) == (1, [1, 2], (0,))
     assert link.part() == m.RunStateStored()
     link.control(1, m.Goodbye())
     assert link.control(2, m.AskStatus()).recorder == 2
-    assert not link.core.is_over
+    assert not link.core.roster.is_over
 
 
 def test_a_run_that_all_have_left_goes_on_with_the_next_group_and_is_over_when_it_is_finished() -> None:
@@ -316,7 +316,7 @@ def test_a_run_that_all_have_left_goes_on_with_the_next_group_and_is_over_when_i
     run = link.begin().run
     link.part()
     link.deliver(link.core.hang_up(control_peer(0)))
-    assert not link.core.is_over
+    assert not link.core.roster.is_over
     assert link.core.roster.live == ()
     place = link.register(1, b"next")
     assert (place.run, place.first, place.announced) == (run, 1, 1)
@@ -325,7 +325,7 @@ def test_a_run_that_all_have_left_goes_on_with_the_next_group_and_is_over_when_i
     assert (joined.group, joined.live) == (1, (1,))
     assert link.part() == m.RunStateStored()
     link.control(1, m.Goodbye(finished=True))
-    assert link.core.is_over
+    assert link.core.roster.is_over
 
 
 @pytest.mark.parametrize("stop", ["validate", "end", "skip"])
@@ -348,11 +348,11 @@ def test_a_run_that_cannot_go_on_is_over_when_its_groups_are_gone_and_the_next_o
     link = three_groups()
     for rank, what in enumerate(("agree", "gather")):
         link.say(control_peer(rank), m.Contribute(number=0, what=what, uploaded=False))
-    assert "while rank 0 called agree" in link.core.over
+    assert "while rank 0 called agree" in link.core.roster.over
     for rank in range(3):
-        assert not link.core.is_over
+        assert not link.core.roster.is_over
         link.deliver(link.core.hang_up(control_peer(rank)))
-    assert link.core.is_over
+    assert link.core.roster.is_over
 
 
 def test_a_group_that_waits_hears_when_the_run_is_over() -> None:
@@ -374,7 +374,7 @@ def test_if_the_group_that_began_dies_before_others_can_go_on_they_are_told_and_
     assert link.ask(place.first) == []
     link.deliver(link.core.hang_up(control_peer(0)))
     assert any("gone; start this one again" in getattr(each, "reason", "") for each in link.news(place.first))
-    assert link.core.is_over
+    assert link.core.roster.is_over
 
 
 def test_a_group_that_dies_while_it_waits_is_missed_by_nobody() -> None:
@@ -385,7 +385,7 @@ def test_a_group_that_dies_while_it_waits_is_missed_by_nobody() -> None:
     link.ask(place.first)
     link.deliver(link.core.hang_up(control_peer(place.first)))
     link.part()
-    assert link.core.roster.groups == (0,)
+    assert link.core.roster.formed.alive == (0,)
     link.meet(0, 0)
     assert any(isinstance(each, m.Gathered) for each in link.news(0))
 
@@ -423,11 +423,11 @@ def test_what_an_evicted_group_still_pushes_is_refused_also_when_it_has_joined_a
     link.come(again.first, run)
     (joined,) = (each for each in link.ask(again.first) if isinstance(each, m.Joined))
     assert (again.first, joined.group, joined.live) == (2, 2, (0, 2))
-    clock = link.core.clock
+    clock = link.core.store.clock
     for late in (push_of(gradient(0), incarnation=2), (m.FetchMessage(optimizer=0), b"")):
         expect_refusal(link.data(1, *late)[0], "lost", "rank 1 gave no sign of life")
-    assert link.core.clock == clock
-    assert link.core.roster.groups == (0, 2)
+    assert link.core.store.clock == clock
+    assert link.core.roster.formed.alive == (0, 2)
 
 
 def test_where_groups_join_on_their_own_a_silent_rank_counts_as_dead_sooner() -> None:
@@ -458,19 +458,19 @@ def test_a_group_that_a_person_evicted_or_that_failed_by_itself_is_told_not_to_c
 
 def test_from_a_host_that_a_person_has_barred_no_group_joins_any_more() -> None:
     link = three_groups()
-    link.core.set_host(control_peer(2), "10.0.0.7")
+    link.core.roster.members[2].host = "10.0.0.7"
     say(link, m.Evict(group=2, incarnation=3, bars=True), b"third")
     assert link.core.roster.state()["barred_hosts"] == ["10.0.0.7"]
     for peer, host in ((b"fourth", "10.0.0.7"), (b"fifth", "10.0.0.8")):
         place = link.register(1, peer)
         link.come(place.first, link.core.roster.run)
-        link.core.set_host(control_peer(place.first), host)
+        link.core.roster.members[place.first].host = host
         (answer,) = link.ask(place.first)
         if host == "10.0.0.7":
             expect_refusal(answer, "barred", "a person has barred 10.0.0.7 from this run")
         else:
             assert isinstance(answer, m.Joined)
-    assert link.core.roster.groups == (0, 1, 3)
+    assert link.core.roster.formed.alive == (0, 1, 3)
 
 
 @pytest.mark.parametrize(("code", "kind"), [("lost", Evicted), ("barred", RankLost), ("over", RankLost)])

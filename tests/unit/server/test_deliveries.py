@@ -87,8 +87,8 @@ def test_however_often_and_late_pushes_are_delivered_each_counts_once(steps: lis
                     with pytest.raises(Refused, match="it has counted") as refused:
                         sender.data.exchange(message, m.Weights, payload)
                     assert refused.value.code == "late"
-        assert serving.core.clock == len(steps)
-        for mine, theirs in zip(total, serving.core.optimizers[0].master.weights(), strict=True):
+        assert serving.core.store.clock == len(steps)
+        for mine, theirs in zip(total, serving.core.store.all[0].master.weights(), strict=True):
             torch.testing.assert_close(theirs.double(), mine, rtol=1e-5, atol=1e-6)
 
 
@@ -98,16 +98,16 @@ def test_a_group_whose_answer_was_lost_asks_again_and_goes_on(method: str) -> No
         first, second = formed(serving, 2, method_named(method))
         push = Pushed(second, seed=1)
         push.deliver()
-        moved = [weight.clone() for weight in serving.core.optimizers[0].master.weights()]
+        moved = [weight.clone() for weight in serving.core.store.all[0].master.weights()]
         answer, tensors = push.deliver()
-        assert (answer.repeated, answer.applied, serving.core.clock) == (True, True, 1)
+        assert (answer.repeated, answer.applied, serving.core.store.clock) == (True, True, 1)
         assert all(map(torch.equal, tensors, moved))  # the master weights, whatever the method answers otherwise
         push.finish(answer, tensors)
         assert all(map(torch.equal, second.replica.weights(), moved))
         assert second.core.sequence(0) == 1
         for group in (second, first):
             group.step(seed=2)
-        assert serving.core.clock == 3
+        assert serving.core.store.clock == 3
 
 
 def test_a_repeat_of_a_push_that_waits_for_others_is_answered_once_and_with_it() -> None:
@@ -121,7 +121,7 @@ def test_a_repeat_of_a_push_that_waits_for_others_is_answered_once_and_with_it()
         late.deliver()
         assert first.data.take(m.Weights)[0].repeated is False  # type: ignore[attr-defined]
         assert first.data.take(m.Weights) is None  # type: ignore[attr-defined]
-        assert serving.core.clock == 1
+        assert serving.core.store.clock == 1
 
 
 def test_a_push_that_was_refused_as_not_finite_is_refused_again_and_counted_once() -> None:
@@ -130,7 +130,7 @@ def test_a_push_that_was_refused_as_not_finite_is_refused_again_and_counted_once
         push = Pushed(group, 1)
         push.gradient[0][0] = torch.nan
         assert [push.deliver()[0].applied for _ in range(3)] == [False] * 3
-        assert serving.core.optimizers[0].counts.refused == 1
+        assert serving.core.store.all[0].counts.refused == 1
 
 
 def test_a_gap_and_a_push_of_an_earlier_incarnation_are_refused_by_name() -> None:

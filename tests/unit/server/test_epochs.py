@@ -21,7 +21,8 @@ varied = settings(deadline=None, max_examples=150, derandomize=True, suppress_he
 
 def opened(total: int = 16, groups: int = 2, journal: Journal | None = None, **options: Any) -> Epochs:
     """An epoch of groups of one rank with two samples a batch: rank and group have one number."""
-    epochs = Epochs(journal)
+    epochs = Epochs()
+    epochs.journal = journal or Journal()
     epochs.form(dict.fromkeys(range(groups), 1), generation=4, keep_epoch=False)
     epochs.open(EpochPlan(epoch=1, total=total, batch_size=2, budget=total, **options))
     return epochs
@@ -135,7 +136,7 @@ def test_more_is_said_when_the_group_for_which_several_small_batches_were_left_h
     assert draw(epochs, 0, 1) == []
     assert ask(epochs, 0, 1) == []
     for group, stop in ((1, 6), (2, 8)):
-        assert epochs.draw(group, 0, 0)[0].stop == stop
+        assert epochs.draw(group, 0)[0].stop == stop
     assert epochs.resolve_pending() == [(0, "more")]
 
 

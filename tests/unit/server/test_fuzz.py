@@ -221,13 +221,13 @@ def test_frames_of_strangers_are_refused_and_counted_beside_an_unharmed_run(fuzz
         if number % 500 == 0:
             step = number // 500
             one, other = (
-                each.data(step % 3, *push_of(gradient(step), read_at=each.core.clock)) for each in (link, twin)
+                each.data(step % 3, *push_of(gradient(step), read_at=each.core.store.clock)) for each in (link, twin)
             )
             assert one[1] == other[1]
             assert (one[0].clock, one[0].applied) == (step + 1, True)
     assert core.strangers > STRANGE * 0.7
     assert answered > 100, "no stranger got as far as a challenge"
-    assert core.over == ""
+    assert core.roster.over == ""
     assert core.roster.lost == {}
     assert peak() - before < 64
     assert all(torch.equal(mine, theirs) for mine, theirs in zip(link.weights(), twin.weights(), strict=True))
@@ -243,7 +243,7 @@ def test_frames_of_admitted_ranks_are_answered_or_refused_and_end_no_server() ->
         said = fuzzed.take(channel, peer, frames_of(source, examples, channel))
         refused += is_refused(said)
         assert all(isinstance(out.message, m.Message) for out in said)
-        if fuzzed.core.over or len(fuzzed.core.roster.gone | fuzzed.core.roster.lost.keys()) > 1:
+        if fuzzed.core.roster.over or len(fuzzed.core.roster.gone | fuzzed.core.roster.lost.keys()) > 1:
             ends += 1  # it has said goodbye, or that another one was lost, as ranks may
             fuzzed.close()
             fuzzed = Fuzzed(trained_link((0,), (1,), (2,)))

@@ -91,9 +91,9 @@ def test_a_group_joins_in_mid_epoch_and_another_leaves_and_every_sample_is_used_
         for _ in range(3):
             assert all(group.train(next(seeds)) for group in groups)
         third = joins(serving, 7, method=made)
-        master = serving.core.optimizers[0].master.weights()
+        master = serving.core.store.all[0].master.weights()
         assert all(map(torch.equal, third.replica.weights(), master))
-        assert serving.core.clock > 0
+        assert serving.core.store.clock > 0
         status = groups[0].control.request(m.AskStatus(), m.Status)
         assert [(group.name, group.ranks) for group in status.groups] == [("0", (0,)), ("1", (1,)), ("2", (7,))]
         assert [group.incarnation for group in status.groups] == [1, 1, 2]
@@ -121,7 +121,7 @@ def test_a_barrier_waits_for_the_group_that_has_joined_and_no_more_for_the_one_t
     with served(InMemory()) as serving:
         groups = running(serving, made)
         third = joins(serving, 2, method=made)
-        (side,) = [served.method_side for served in serving.core.optimizers]
+        (side,) = [served.method_side for served in serving.core.store.all]
         assert side.groups == {0, 1, 2}
         groups[1].control.close(reason="")
         assert side.groups == {0, 2}
@@ -171,7 +171,7 @@ def test_who_may_not_come_late_is_told_why() -> None:
         late.close()  # was in no group: none is lost
         first.train(1)
         assert first.control.lost == ()
-        assert not serving.core.over
+        assert not serving.core.roster.over
 
 
 def test_every_method_of_the_package_takes_a_group_more() -> None:
@@ -184,7 +184,7 @@ def test_every_method_of_the_package_takes_a_group_more() -> None:
             continue
         with served(InMemory()) as serving:
             groups = running(serving, made)
-            side = serving.core.optimizers[0].method_side
+            side = serving.core.store.all[0].method_side
             third = joins(serving, 2, method=made)
             assert side.groups == {0, 1, 2}
             assert side.working == {0, 1, 2}

@@ -479,7 +479,7 @@ class Heads:
 
     @property
     def weights(self) -> list[Tensor]:
-        return [weight.clone() for weight in self.link.core.optimizers[HEAD].master.weights()]
+        return [weight.clone() for weight in self.link.core.store.all[HEAD].master.weights()]
 
 
 def test_one_group_at_a_time_has_access_in_order_of_arrival() -> None:
@@ -519,7 +519,7 @@ def test_the_head_goes_the_way_of_plain_sgd_and_is_never_stale() -> None:
     trace = trace_of(heads.events, optimizer=HEAD)
     assert trace.columns()["staleness"].tolist() == [0] * 6
     assert trace.columns()["group"].tolist() == [0, 1, 2, 0, 1, 2]
-    assert heads.link.core.clock == 0  # updates are counted by the body
+    assert heads.link.core.store.clock == 0  # updates are counted by the body
 
 
 def test_the_heads_gradient_is_scaled_and_clipped_before_it_is_applied() -> None:
@@ -664,9 +664,9 @@ def test_staleness_is_counted_from_the_forward_pass_on() -> None:
     """Were access shared, it would show."""
     heads, x = Heads(), torch.randn(3, 4)
     heads.forward(0, x)
-    heads.link.core.optimizers[HEAD].master.clock += 5
+    heads.link.core.store.all[HEAD].master.clock += 5
     heads.backward(0, torch.ones(3, 2))
-    assert heads.link.core.optimizers[HEAD].counts.staleness == {5: 1}
+    assert heads.link.core.store.all[HEAD].counts.staleness == {5: 1}
     assert heads.events[-1].read_at == 0
 
 
@@ -686,7 +686,7 @@ def test_a_read_of_the_head_during_an_access_does_not_end_it() -> None:
 def test_an_optimizer_that_fails_on_the_heads_gradient_is_refused_and_the_server_goes_on() -> None:
     heads, x = Heads(), torch.randn(3, 4)
     heads.forward(0, x)
-    heads.link.core.optimizers[HEAD].master.optimizer.step = lambda: 1 / 0  # type: ignore[union-attr, method-assign]
+    heads.link.core.store.all[HEAD].master.optimizer.step = lambda: 1 / 0  # type: ignore[union-attr, method-assign]
     heads.backward(0, torch.ones(3, 2))
     assert "ZeroDivisionError" in heads.heard(0)[-1].reason
     heads.forward(1, x)

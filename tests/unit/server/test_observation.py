@@ -57,7 +57,7 @@ def test_nothing_is_shown_to_a_process_that_has_not_proved_that_it_holds_the_key
         watch(link, key=b"k" * 32)
     expect_refusal(say(link, m.AskOverview()), "stranger")
     assert link.core.strangers == 5
-    assert link.core.roster.groups == (0, 1)
+    assert link.core.roster.formed.alive == (0, 1)
 
 
 def test_a_proof_that_was_overheard_opens_nothing_a_second_time() -> None:
@@ -129,7 +129,7 @@ def test_an_overview_has_what_was_counted_and_heard() -> None:
     link = trained_link((0, 1), (2,))
     watch(link)
     for rank in (0, 1, 2):
-        link.core.set_host(control_peer(rank), f"10.0.0.{rank // 2}")
+        link.core.roster.members[rank].host = f"10.0.0.{rank // 2}"
     link.now += 5.0
     link.control(0, m.Heartbeat(sent=1.0, step_time=0.5, compute_time=0.2, exchange_time=0.1, metrics={"loss": 2.0}))
     metrics = {"loss": 4.0, "omni/noise_scale": 64.0}
@@ -224,8 +224,8 @@ def test_a_group_is_evicted_by_hand_and_the_others_go_on() -> None:
     notice = next(item.message for item in out if item.peer == control_peer(2))
     assert notice == m.Notice(lost=(2,), reason="group 1 was evicted by hand", barred=True)
     assert m.Acknowledged() in [item.message for item in out if item.peer == b"observer"]
-    assert link.core.roster.groups == (0, 2)
-    assert not link.core.over
+    assert link.core.roster.formed.alive == (0, 2)
+    assert not link.core.roster.over
 
 
 @pytest.mark.parametrize(
@@ -242,7 +242,7 @@ def test_the_recorders_group_and_one_that_is_not_there_are_not_evicted(evict: m.
     link = trained_link((0, 1), (2,))
     watch(link)
     expect_refusal(say(link, evict), "protocol", reason)
-    assert link.core.roster.groups == (0, 1)
+    assert link.core.roster.formed.alive == (0, 1)
 
 
 def test_nothing_is_evicted_after_the_end() -> None:
@@ -255,9 +255,9 @@ def test_nothing_is_evicted_after_the_end() -> None:
 def test_a_server_that_goes_on_does_not_say_again_who_was_lost_before() -> None:
     link = trained_link((0, 1), (2,))
     link.core.lose(2, "rank 2 gave no sign of life for 30 s")
-    assert [each.kind for each in link.core.observation.run_events][-1] == "lost"
+    assert [each.kind for each in link.core.status_service.run_events][-1] == "lost"
     link.core.load(link.core.state(), (), link.now)
-    assert [each.kind for each in link.core.observation.run_events] == ["restored"]
+    assert [each.kind for each in link.core.status_service.run_events] == ["restored"]
 
 
 def test_an_observer_sees_when_the_state_was_saved() -> None:

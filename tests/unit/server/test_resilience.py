@@ -39,7 +39,7 @@ from lightning_omni.transport.serving.state_directory import RECONNECT_TIMEOUT, 
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.formats.base import Memory
-from lightning_omni.wire.journal import AnyEntry, Entry, FormedEntry, NumberedEntry, SeededEntry
+from lightning_omni.wire.journal import OUTDATED, Call
 from lightning_omni.wire.messages import EpochPlan
 from lightning_omni.wire.messages.collectives import UPLOADED_ELSEWHERE
 
@@ -80,7 +80,7 @@ class Mortal(Serving):
             self.core = ServerCore(KEY, secrets.token_bytes)
             assert self._saved is not None
             state = unpack(msgspec.msgpack.decode(self._saved[0], type=Packed), self._saved[1].clone())
-            entries = [msgspec.msgpack.decode(entry, type=AnyEntry) for entry in self._journal]
+            entries = [msgspec.msgpack.decode(entry, type=Call) for entry in self._journal]
             self.core.load(state, entries, now=0.0)
             self.core.reconnect_timeout = 1.0
             self.kept = list(self._kept_then)
@@ -108,7 +108,7 @@ class Mortal(Serving):
     def _watch(self) -> None:
         receive = self.core.receive
 
-        def write(entry: Entry) -> None:
+        def write(entry: Call) -> None:
             self._journal.append(msgspec.msgpack.encode(entry))
 
         def mortal(*said: Any) -> Any:
@@ -243,9 +243,9 @@ def test_whenever_a_server_dies_every_sample_is_trained_and_each_push_counts_onc
         assert serving.core.roster.lost == {}
         if method == "async_sgd":
             total = start - LR * torch.stack(serving.kept).double().sum(0)
-            held = torch.cat([weight.flatten() for weight in serving.core.optimizers[0].master.weights()]).double()
+            held = torch.cat([weight.flatten() for weight in serving.core.store.all[0].master.weights()]).double()
             torch.testing.assert_close(held, total, rtol=1e-4, atol=1e-5)
-            assert serving.core.clock == len(serving.kept)
+            assert serving.core.store.clock == len(serving.kept)
         synchronize(serving, groups)
         serving.spare()
 
@@ -264,7 +264,7 @@ def test_a_push_that_waits_at_a_barrier_when_the_server_dies_is_said_again_and_c
             for push in pushed:
                 answer, payload = push.group.data.receive(m.Weights)
                 push.finish(answer, push.group.layout.views(payload))
-        assert serving.core.clock == 1  # the first update came after the save, and is gone
+        assert serving.core.store.clock == 1  # the first update came after the save, and is gone
         assert all(map(torch.equal, first.replica.weights(), second.replica.weights()))
 
 
@@ -279,7 +279,7 @@ def test_a_group_that_was_lost_while_another_waited_for_it_is_not_waited_for_by_
         serving.save()
         second.control.close()
         serving.die()
-        assert serving.core.roster.groups == (0,)
+        assert serving.core.roster.formed.alive == (0,)
         answer, payload = first.data.receive(m.Weights)
         push.finish(answer, first.layout.views(payload))
         finish([first])
@@ -324,7 +324,7 @@ def test_a_group_that_evaluates_is_waited_for_by_the_next_server_no_more_than_by
         packed, buffer = pack({"loss": 0.5})
         result = m.PublishEvaluation(number=1, packed=packed, nbytes=buffer.numel())
         first.data.exchange(result, m.EvaluationPublished, buffer)
-        assert serving.core.optimizers[0].method_side.idle_groups == set(), "it pushes again"
+        assert serving.core.store.all[0].method_side.idle_groups == set(), "it pushes again"
 
 
 def test_what_one_rank_has_heard_at_a_synchronization_point_the_other_hears_of_the_next_server() -> None:
@@ -407,12 +407,12 @@ def test_groups_that_were_lost_or_joined_after_the_save_are_known_to_the_next_se
         third = joins(serving, 7, "guest", first.method)
         assert second.train(1)
         second.control.close()
-        assert serving.core.roster.groups == (0, 2)
-        rate = serving.core.optimizers[0].method_side._rate  # type: ignore[attr-defined]
+        assert serving.core.roster.formed.alive == (0, 2)
+        rate = serving.core.store.all[0].method_side._rate  # type: ignore[attr-defined]
         serving.die()
-        assert serving.core.roster.groups == (0, 2)
+        assert serving.core.roster.formed.alive == (0, 2)
         assert all(serving.core.roster.members[rank].peer for rank in serving.core.roster.live)
-        assert serving.core.optimizers[0].method_side._rate == rate  # type: ignore[attr-defined]
+        assert serving.core.store.all[0].method_side._rate == rate  # type: ignore[attr-defined]
         assert third.train(2)
         finish([first])
 
@@ -427,24 +427,24 @@ def test_the_next_server_has_the_moving_rate_of_groups_that_joined_and_were_lost
         events: list[Any] = [second.control.close, lambda: joins(serving, 7, "guest", first.method)]
         for event in events if first_event == "loss" else reversed(events):
             event()
-        rate = serving.core.optimizers[0].method_side._rate  # type: ignore[attr-defined]
+        rate = serving.core.store.all[0].method_side._rate  # type: ignore[attr-defined]
         assert rate == pytest.approx(0.9 / (2 if first_event == "loss" else 3))
         serving.save()
         serving.die()
-        assert serving.core.optimizers[0].method_side._rate == rate  # type: ignore[attr-defined]
+        assert serving.core.store.all[0].method_side._rate == rate  # type: ignore[attr-defined]
 
 
 def test_what_was_stored_for_groups_that_join_and_the_numbers_of_ranks_outlast_the_server() -> None:
     with ExitStack() as stack:
         serving = Mortal(stack)
+        serving.run = "joins-run"
         first, _ = workers(serving, method_named("async_sgd"))
-        serving.core.roster.joining = True
         packed, buffer = pack({"progress": torch.ones(3)})
         stored = m.StoreRunState(packed=packed, nbytes=buffer.numel())
         first.data.exchange(stored, m.RunStateStored, buffer)
         serving.save()
         assert serving.core.roster.register(b"o1", 2, "")[0] == 2
-        serving.core.journal.note(NumberedEntry(4))
+        serving.core.journal.note(serving.core.roster.numbers.assign, 4)
         serving.die()
         assert (serving.core.roster.can_continue, serving.core.roster.joining) == (True, True)
         assert serving.core.roster.register(b"o2", 2, "")[0] == 4
@@ -467,13 +467,13 @@ def test_parameters_that_were_added_are_there_in_their_versions_before_they_are_
         first.data.exchange(m.Restructure(optimizer=0, packed=packed, nbytes=buffer.numel()), m.Restructured, buffer)
         if is_saved:
             serving.save()
-        before = [weight.clone() for weight in serving.core.optimizers[0].master.weights()]
+        before = [weight.clone() for weight in serving.core.store.all[0].master.weights()]
         serving.die()
-        served = serving.core.optimizers[0]
+        served = serving.core.store.all[0]
         assert [served.layout_of(group).version for group in (0, 1)] == [1, 0]
         assert all(map(torch.equal, served.master.weights(), before))
         assert second.train(1)
-        assert serving.core.clock == 1
+        assert serving.core.store.clock == 1
 
 
 @pytest.mark.parametrize("trained", [-1, 5, 10**9])
@@ -500,7 +500,7 @@ def test_a_server_without_the_state_and_one_of_another_version_refuse() -> None:
         with pytest.raises(ConfigurationError, match="start the server in an empty directory"):
             core.load({**state, "version": 0}, (), now=0.0)
         with pytest.raises(ConfigurationError, match="resume it from a checkpoint"):
-            core.load(state, [FormedEntry()], now=0.0)
+            core.load(state, [OUTDATED], now=0.0)
         serving.transport.serve_again(ServerCore(KEY, secrets.token_bytes), serving.address)
         with pytest.raises(RankLost, match="knows nothing of the run"):
             first.control.check()
@@ -550,7 +550,7 @@ def test_a_state_on_disk_is_gone_on_from_and_its_journal_may_end_in_mid_entry(
             StateDirectory(tmp_path / "state")
         for group in groups:
             group.train(1)
-        drawn = serving.core._epochs.book.drawn(0, 0)  # type: ignore[union-attr]
+        drawn = serving.core.epochs.book.drawn(0, 0)  # type: ignore[union-attr]
         (journal,) = (tmp_path / "state").glob("journal-*")
         journal.write_bytes(journal.read_bytes() + bytes([9, 0, 0, 0, 0x93]))
         states.close()  # without a last save
@@ -558,8 +558,8 @@ def test_a_state_on_disk_is_gone_on_from_and_its_journal_may_end_in_mid_entry(
         core = ServerCore(KEY, secrets.token_bytes)
         states = StateDirectory(tmp_path / "state")
         assert "goes on with a run of 2 ranks" in states.restore(core)
-        assert (core.clock, core.reconnect_timeout) == (0, RECONNECT_TIMEOUT)
-        assert core._epochs.book.drawn(0, 0) == drawn  # type: ignore[union-attr]
+        assert (core.store.clock, core.reconnect_timeout) == (0, RECONNECT_TIMEOUT)
+        assert core.epochs.book.drawn(0, 0) == drawn  # type: ignore[union-attr]
         saved(states, core)
         assert {path.stat().st_mode & 0o777 for path in (tmp_path / "state").iterdir()} == {0o600}
         weights = saved_weights(tmp_path / "state")
@@ -571,9 +571,8 @@ def test_a_state_on_disk_is_gone_on_from_and_its_journal_may_end_in_mid_entry(
         states.close()
 
 
-@pytest.mark.parametrize("entry", [FormedEntry(), SeededEntry()])
 def test_a_server_that_is_lost_after_groups_were_formed_again_serves_other_runs_and_keeps_the_weights(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture, entry: Entry
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
     with ExitStack() as stack:
         serving, states = Mortal(stack), StateDirectory(tmp_path, every=1000.0)
@@ -581,7 +580,7 @@ def test_a_server_that_is_lost_after_groups_were_formed_again_serves_other_runs_
         states.restore(serving.core)
         saved(states, serving.core)
         weights = saved_weights(tmp_path)
-        serving.core.journal.note(entry)
+        serving.core.journal.outdate()
         serving.core.journal.write = None  # it is killed: nothing is noted of what comes later
         states.close()
     states, core = StateDirectory(tmp_path), ServerCore(KEY, secrets.token_bytes)

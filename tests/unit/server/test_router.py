@@ -25,7 +25,7 @@ from test_wire import DEADLINE, Serving, ranks
 
 from lightning_omni.errors import MalformedMessage, ProtocolError, Refused
 from lightning_omni.server.core import ServerCore
-from lightning_omni.server.router import TABLE, Role, Row
+from lightning_omni.server.router import COORDINATOR_TABLE, TABLE, Role, Row
 from lightning_omni.server.service import Out, Payload, Sender, Service, as_tensor
 from lightning_omni.transport.zeromq.server import ZeroMQServer
 from lightning_omni.wire import messages as m
@@ -43,7 +43,7 @@ def refusal(link: Link, row: Row, peer: bytes) -> Any:
         if row.channel == m.DATA:
             link.core.check_payload(peer, message)
     except Refused as no:
-        return m.RefusedMessage(code=no.code, reason=str(no))
+        return link.core.refuse(row.channel, peer, no)[0].message
     except ProtocolError as error:
         return m.RefusedMessage(code="before its payload", reason=str(error))
     out = link.core.receive(row.channel, peer, message, b"", link.now)
@@ -60,7 +60,7 @@ def says(answer: Any, text: str) -> bool:
 def test_every_message_that_a_server_may_receive_has_exactly_one_row() -> None:
     told = {*get_args(m.ToControl), *get_args(m.ToData), *BETWEEN_LEADERS} - {m.LargeMessage}  # which goes both ways
     known = {kind for kind in m.Message.__subclasses__() if getattr(m, kind.__name__, None) is kind}
-    assert Counter(row.message for row in TABLE) == Counter(known - told)
+    assert Counter(row.message for row in (*TABLE, *COORDINATOR_TABLE) if row.message in known) == Counter(known - told)
 
 
 @rows
@@ -158,7 +158,7 @@ class Told(Service):
         return [Out(sender.peer, m.DATA, m.GroupStateStored())]
 
     def answer(self, sender: Sender, message: AskTold, payload: Payload) -> list[Out]:
-        told = f"{self.numbers.get(sender.group)} at clock {self._core.clock}"
+        told = f"{self.numbers.get(sender.group)} at clock {self._core.store.clock}"
         return [Out(sender.peer, m.CONTROL, m.Next(next=told))]
 
     def evict(self, group: int, lost: bool) -> list[Out]:

@@ -26,7 +26,7 @@ from lightning_omni.server.collectives import MOST_OPEN
 from lightning_omni.server.core import ServerCore
 from lightning_omni.server.membership.roster import MOST_RANKS
 from lightning_omni.server.router import types_on
-from lightning_omni.server.service import Out, as_tensor
+from lightning_omni.server.service import as_tensor
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.handshake import client_mac, derive, fingerprint_problem, server_mac, session_key
@@ -152,10 +152,8 @@ class Link:
             expected = self.core.check_payload(peer, arrived) if channel == m.DATA else len(payload)
             assert expected == len(payload)
             out = self.core.receive(channel, peer, arrived, payload, self.now)
-        except Refused as no:
-            out = [Out(peer, channel, m.RefusedMessage(code=no.code, reason=str(no)))]
         except ProtocolError as error:
-            out = self.core.refuse(channel, peer, str(error))
+            out = self.core.refuse(channel, peer, error)
         if any(isinstance(item.message, m.GroupsFormed) for item in out):
             self.pushed.clear()
         self.deliver(out)
@@ -608,7 +606,7 @@ def test_fetched_weights_are_those_that_were_handed_over(link: Link) -> None:
     answer, payload = link.data(2, m.FetchMessage(optimizer=0))
     assert (answer.clock, answer.staleness, answer.applied) == (0, -1, True)
     assert_same(as_tensors(payload), [parameter.detach() for parameter in new_parameters().values()])
-    assert link.core.clock == 0
+    assert link.core.store.clock == 0
 
 
 def test_pushes_are_steps_of_the_users_optimizer_on_stale_gradients(link: Link) -> None:
@@ -659,7 +657,7 @@ def test_a_push_that_cannot_be_is_refused_and_changes_nothing(
     answer, _ = link.data(rank, message, payload)
     assert isinstance(answer, m.RefusedMessage)
     assert says in answer.reason
-    assert link.core.clock == 1
+    assert link.core.store.clock == 1
     assert_same(link.weights(), before)
 
 
@@ -702,7 +700,7 @@ def test_hyperparameters_of_another_kind_are_refused_and_change_nothing(
     before = link.weights()
     answer, _ = link.data(0, *push_of(gradient(0), hyperparameters=({**good, **hyperparameters},)))
     assert isinstance(answer, m.RefusedMessage)
-    assert link.core.clock == 0
+    assert link.core.store.clock == 0
     assert_same(link.weights(), before)
     answer, _ = link.data(0, *push_of(gradient(0)))
     assert answer.applied
@@ -735,7 +733,7 @@ def test_a_push_that_claims_batches_it_never_drew_is_refused_and_changes_nothing
     before = link.weights()
     answer, _ = link.data(0, *push_of(gradient(0), epoch=0, trained=1))
     expect_refusal(answer, "protocol", "trained 1 batches")
-    assert link.core.clock == 0
+    assert link.core.store.clock == 0
     assert_same(link.weights(), before)
 
 
@@ -984,7 +982,7 @@ def test_a_silent_rank_is_lost_with_its_group_and_costs_no_other() -> None:
     assert link.core.roster.lost.keys() == {1, 2}
     notice = next(message for message in link.news(3) if isinstance(message, m.Notice))
     assert notice == m.Notice(lost=(1, 2), reason="rank 2 gave no sign of life for 30 s")
-    assert not link.core.over
+    assert not link.core.roster.over
     assert link.control(0, m.AskStatus()).lost == (1, 2)
     assert link.data(3, *push_of(gradient(0)))[0].applied
     contribute(link, 0)
@@ -1019,8 +1017,8 @@ def test_a_group_that_is_alive_and_gets_nothing_done_is_evicted_with_all_its_ran
     assert not link.core.roster.lost
     beat(link, 200, r2=2, r3=0)
     assert link.core.roster.lost == dict.fromkeys((1, 2), "group 1 is alive and has made no progress for 600 s")
-    assert not link.core.over  # nor is it for the recorder's group, which stands still, too
-    assert link.core.roster.groups == (0, 2)
+    assert not link.core.roster.over  # nor is it for the recorder's group, which stands still, too
+    assert link.core.roster.formed.alive == (0, 2)
     notice = next(message for message in link.news(3) if isinstance(message, m.Notice))
     assert (notice.lost, notice.barred) == ((1, 2), False)
 
@@ -1049,9 +1047,9 @@ def test_a_rank_that_never_joins_ends_the_run() -> None:
     for _ in range(int(JOIN_TIMEOUT / 20)):
         link.tick(20)
         link.control(0, m.Heartbeat(sent=link.now))
-        assert not link.core.over
+        assert not link.core.roster.over
     link.tick(1)
-    assert "rank 1 did not join within 300 s" in link.core.over
+    assert "rank 1 did not join within 300 s" in link.core.roster.over
     assert link.news(0)[-1].over
 
 
@@ -1078,7 +1076,7 @@ def test_an_evicted_rank_is_told_so_on_both_channels(link: Link) -> None:
     message, payload = push_of(gradient(0))
     (out,) = link.core.receive(m.DATA, data_peer(2), message, payload, link.now)
     expect_refusal(out.message, "lost", "rank 2 was evicted: rank 2 died")
-    assert link.core.clock == 0
+    assert link.core.store.clock == 0
     assert_same(link.weights(), before)
 
 
@@ -1092,7 +1090,7 @@ def test_a_launcher_may_report_a_loss(link: Link) -> None:
 @pytest.mark.parametrize("rank", [3, -1, 2**40])
 def test_a_reported_loss_of_a_rank_that_never_was_costs_nothing(link: Link, rank: int) -> None:
     link.say(control_peer(0), m.RankEnded(rank=rank, reason="gone"))
-    assert not link.core.over
+    assert not link.core.roster.over
     assert not link.core.roster.lost
 
 
@@ -1114,11 +1112,11 @@ def test_a_goodbye_without_a_reason_is_no_loss_and_no_group_waits_for_it(link: L
 
 
 def test_a_run_is_over_when_all_have_left_and_the_next_one_may_come(link: Link) -> None:
-    assert not Link().core.is_over, "none came yet"
+    assert not Link().core.roster.is_over, "none came yet"
     for rank in range(3):
-        assert not link.core.is_over
+        assert not link.core.roster.is_over
         assert link.control(rank, m.Goodbye()) == m.Acknowledged()
-    assert link.core.is_over
+    assert link.core.roster.is_over
     link.core.reset()
     link.world_size = 1
     assert isinstance(link.join(0), m.Welcome)
@@ -1134,7 +1132,7 @@ def test_random_bytes_are_refused_as_malformed(frames: list[tuple[str, bytes]]) 
     for count, (channel, frame) in enumerate(frames):
         with pytest.raises(MalformedMessage):
             core.decode(channel, frame)
-        (out,) = core.refuse(channel, b"stranger", "not a message")
+        (out,) = core.refuse(channel, b"stranger", MalformedMessage("not a message"))
         expect_refusal(out.message, "malformed")
         assert core.strangers == count + 1
 
@@ -1245,7 +1243,7 @@ def test_a_push_with_any_settings_is_applied_or_refused(message: m.PushMessage) 
     before = link.weights()
     answer, _ = link.data(0, message, as_bytes(gradient(0)))
     if isinstance(answer, m.RefusedMessage):
-        assert link.core.clock == 0
+        assert link.core.store.clock == 0
         assert_same(link.weights(), before)
     else:
         assert (answer.applied, answer.clock) == (True, 1)
@@ -1281,13 +1279,13 @@ def test_a_step_that_fails_where_all_groups_wait_for_it_ends_the_run_for_all(
     def fails(*_: Any) -> None:
         raise OmniError("this optimizer cannot step")
 
-    monkeypatch.setattr(link.core.optimizers[0].method_side, "merge", fails)
+    monkeypatch.setattr(link.core.store.all[0].method_side, "merge", fails)
     for rank in range(2):
         push = push_of([torch.ones_like(each) for each in new_parameters().values()])
         link.say(data_peer(rank), *push, m.DATA)
     if dies:  # the one that the others wait for
         link.core.hang_up(control_peer(2))
-    assert "this optimizer cannot step" in link.core.over
+    assert "this optimizer cannot step" in link.core.roster.over
 
 
 def test_a_merge_that_fails_when_its_time_comes_ends_the_run_for_all(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -1300,7 +1298,7 @@ def test_a_merge_that_fails_when_its_time_comes_ends_the_run_for_all(monkeypatch
     def fails() -> None:
         raise OmniError("this fragment cannot be merged")
 
-    side = link.core.optimizers[0].method_side
+    side = link.core.store.all[0].method_side
     monkeypatch.setattr(side, "due", 5.0)
     monkeypatch.setattr(side, "expire", fails)
     (out,) = link.core.tick(6.0)

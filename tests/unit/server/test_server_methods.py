@@ -64,7 +64,7 @@ def own(value: float) -> list[torch.Tensor]:
 def push(link: Link, rank: int, tensors: Any, **changes: Any) -> list[Any]:
     """A leader pushes; the answers that it gets at once."""
     message, payload = push_of(tensors, **changes)
-    if link.core.optimizers[0].master.optimizer is None:
+    if link.core.store.all[0].master.optimizer is None:
         message = msgspec.structs.replace(message, hyperparameters=())
     return [answer for answer, _ in link.say(data_peer(rank), message, payload, m.DATA)]
 
@@ -80,7 +80,7 @@ def test_a_barrier_answers_none_before_all_have_pushed() -> None:
     assert push(link, 0, gradient(0)) == []
     assert push(link, 2, gradient(2)) != []
     assert [len(answers(link, rank)) for rank in range(3)] == [1, 1, 1]
-    assert link.core.clock == 1
+    assert link.core.store.clock == 1
     assert all(answers(link, rank)[0].staleness == 0 for rank in range(3))
 
 
@@ -167,7 +167,7 @@ def test_a_refused_group_is_compensated_from_what_it_was_sent() -> None:
     push(link, 1, gradient(1))
     push(link, 0, own(float("nan")))
     now = link.weights()
-    read = link.core.optimizers[0].method_side._read[0]  # type: ignore[attr-defined]
+    read = link.core.store.all[0].method_side._read[0]  # type: ignore[attr-defined]
     assert_same(read, now)
 
 
@@ -310,8 +310,8 @@ def test_the_method_goes_on_from_a_snapshot() -> None:
         push(link, rank, gradient(rank))
     tree = snapshot(link)["parts"][0]
     other, _ = link_with(DiLoCo(period=1), (0,), (1,), state=tree["method"])
-    other.core.optimizers[0].buffer.copy_(link.core.optimizers[0].buffer)
-    other.core.optimizers[0].master.clock = link.core.clock
+    other.core.store.all[0].buffer.copy_(link.core.store.all[0].buffer)
+    other.core.store.all[0].master.clock = link.core.store.clock
     for each in (link, other):
         for rank in range(2):
             push(each, rank, gradient(5 + rank), read_at=1)

@@ -31,7 +31,6 @@ import lightning_omni as omni
 from lightning_omni.cli.commands import serve
 from lightning_omni.errors import (
     ConfigurationError,
-    MalformedMessage,
     ProtocolError,
     RankLost,
     Refused,
@@ -100,7 +99,7 @@ def run_of(
 
 
 def held(ensemble: Ensemble) -> list[Tensor]:
-    return [served.buffer.clone() for core in ensemble.cores for served in core.optimizers]
+    return [served.buffer.clone() for core in ensemble.cores for served in core.store.all]
 
 
 # --- How parameters are divided --------------------------------------------------------------------------------------
@@ -357,8 +356,8 @@ def test_a_share_may_have_fewer_numbers_than_there_are_fragments_or_none(method:
             group.compute([torch.ones(numel)])
         ensemble.arrive()
         assert not group.refused
-        assert ensemble.cores[0].clock >= 2 * fragments - 1
-        weights = group.split.merged([core.optimizers[0].master.weights() for core in ensemble.cores])[0]
+        assert ensemble.cores[0].store.clock >= 2 * fragments - 1
+        weights = group.split.merged([core.store.all[0].master.weights() for core in ensemble.cores])[0]
         assert weights is not None
         assert bool((weights < 1).all())
 
@@ -426,12 +425,6 @@ def test_the_pace_of_groups_is_saved_and_divided_whole_however_many_parameters_t
     again = new(split.tree_parts(split.merged_tree(states)))
     for mine, theirs in zip(states, again, strict=True):
         assert same(mine, theirs.method_side.state())
-
-
-def test_a_server_stands_for_a_number_of_servers_that_there_may_be() -> None:
-    for servers in (0, -1, 1 << 40):
-        with pytest.raises(MalformedMessage, match="stands for 1 to"):
-            ServedParameters(None, {"w": torch.ones(4)}, 0, method_named("diloco"), (0,), resolver(()), servers=servers)
 
 
 class Linear(torch.nn.Module):
@@ -528,7 +521,7 @@ def test_the_time_of_a_push_is_that_of_its_part_and_of_what_follows_when_all_par
             assert ensemble.step()
             for core in ensemble.cores:
                 core.status_service.end()
-    first, second = (core.observation.overview() for core in ensemble.cores)
+    first, second = (core.status_service.overview() for core in ensemble.cores)
     assert (first.pushes, second.pushes) == (2, 2)
     assert second.serve_time == 2 * 2  # the part has come, and the coordinator has decided
     assert 2 <= first.serve_time <= 2 * 2  # the part may be the last to come
@@ -583,7 +576,7 @@ def test_what_counts_batches_that_were_not_drawn_is_refused_by_all(pushes: bool)
     group.ask([Outgoing(msgspec.structs.replace(each.message, epoch=0, trained=7), each.payload) for each in said])
     answers = [answer for answer, _ in group.hear()]
     assert all(isinstance(answer, m.RefusedMessage) and "has drawn only 0" in answer.reason for answer in answers)
-    assert {core.clock for core in ensemble.cores} == {0}
+    assert {core.store.clock for core in ensemble.cores} == {0}
 
 
 @given(
@@ -605,7 +598,7 @@ def test_a_push_that_is_not_finite_in_one_part_is_refused_by_all(
     assert group.core.last_answer.applied is False
     assert group.core.last_answer.refused_in_row == 1
     assert same(held(ensemble), before)
-    assert {core.clock for core in ensemble.cores} == {2}
+    assert {core.store.clock for core in ensemble.cores} == {2}
 
 
 @given(st.integers(0, 10**6), st.lists(st.integers(0, 2), max_size=2, unique=True), st.integers(0, 30), st.booleans())
@@ -626,10 +619,10 @@ def test_of_a_push_of_a_group_that_dies_all_servers_apply_everything_or_nothing(
         while not group.go_on():
             assert ensemble.step(), "a group waits for one that is dead"
     ensemble.arrive()
-    assert {core.clock for core in ensemble.cores} == {3}
+    assert {core.store.clock for core in ensemble.cores} == {3}
     assert same(ensemble.groups[0].replica.weights(), ensemble.groups[2].replica.weights())
-    assert all(not core.replication._held for core in ensemble.cores)  # type: ignore[attr-defined]
-    assert len({len(core.roster.groups) for core in ensemble.cores}) == 1
+    assert all(not core.replication._held for core in ensemble.cores)
+    assert len({len(core.roster.formed.alive) for core in ensemble.cores}) == 1
 
 
 @pytest.mark.parametrize("seed", range(5))
@@ -653,10 +646,10 @@ def test_no_server_waits_with_a_mean_for_a_group_that_has_gone_on_to_a_synchroni
 def test_no_server_keeps_what_belongs_to_the_connection_of_a_rank_that_is_dead() -> None:
     ensemble = run_of(3, 3)
     train(ensemble, 3)
-    assert all(len(core.admission.attached) == 3 for core in ensemble.cores)
+    assert all(len(core.roster.attached) == 3 for core in ensemble.cores)
     ensemble.lose(1)
     ensemble.arrive()
-    assert all(core.admission.attached == {b"d0", b"d2"} for core in ensemble.cores)
+    assert all(core.roster.attached == {b"d0", b"d2"} for core in ensemble.cores)
 
 
 def test_a_push_of_which_one_part_is_malformed_is_refused_by_all_and_the_next_one_counts() -> None:
@@ -675,7 +668,7 @@ def test_a_push_of_which_one_part_is_malformed_is_refused_by_all_and_the_next_on
     group.say(group.action)  # once more, whole
     while not group.go_on():
         assert ensemble.step()
-    assert {core.clock for core in ensemble.cores} == {1}
+    assert {core.store.clock for core in ensemble.cores} == {1}
 
 
 def test_a_push_of_a_rank_that_is_out_of_the_run_is_answered_so_by_all() -> None:
@@ -708,7 +701,7 @@ def test_a_request_without_a_number_and_too_many_of_them_are_refused() -> None:
         ensemble.tell(0, 0, m.FetchMessage(optimizer=0, request=number))
     ensemble.arrive()
     assert sum("wait for the rest" in answer.reason for answer, _ in ensemble.queues["answer", 0, 0]) >= 1
-    assert len(ensemble.cores[0].replication._held) <= 16  # type: ignore[attr-defined]
+    assert len(ensemble.cores[0].replication._held) <= 16
 
 
 # --- Servers come and go
@@ -722,9 +715,9 @@ def test_the_run_ends_and_says_which_server_is_gone() -> None:
     assert notices
     assert all(notice.over for notice in notices)
     assert "parameter server 2 of 3 at memory://2 is gone" in notices[0].reason
-    assert "parameter server 2 of 3" in ensemble.cores[0].lost_server
+    assert "parameter server 2 of 3" in ensemble.cores[0].replication.lost_server
     ensemble.arrive()
-    assert ensemble.cores[1].over == ensemble.cores[0].over
+    assert ensemble.cores[1].roster.over == ensemble.cores[0].roster.over
 
 
 @pytest.mark.parametrize("failing", [[1], [0, 1, 2]])
@@ -738,15 +731,15 @@ def test_a_step_that_fails_at_one_of_several_servers_ends_the_run_and_no_server(
         raise ProtocolError("this optimizer cannot step")
 
     for number in failing:
-        monkeypatch.setattr(ensemble.cores[number].optimizers[0].method_side, "merge", fails)
+        monkeypatch.setattr(ensemble.cores[number].store.all[0].method_side, "merge", fails)
     for group in ensemble.groups[:2]:
         group.compute()
     ensemble.arrive()
     if dies:  # the group that the others wait for
         ensemble.lose(2)
         ensemble.arrive()
-    assert [core.over for core in ensemble.cores] == ["this optimizer cannot step"] * 3
-    assert ensemble.cores[0].lost_server == ""
+    assert [core.roster.over for core in ensemble.cores] == ["this optimizer cannot step"] * 3
+    assert ensemble.cores[0].replication.lost_server == ""
     notices = {message.reason for message in ensemble.said if isinstance(message, m.Notice) and message.over}
     assert notices == {"this optimizer cannot step"}
 
@@ -754,7 +747,7 @@ def test_a_step_that_fails_at_one_of_several_servers_ends_the_run_and_no_server(
 def test_a_silent_server_and_one_that_never_comes_end_the_run() -> None:
     ensemble = run_of(2, 1)
     ensemble._send(0, ensemble.cores[0].tick(1e6))
-    assert "parameter server 1 of 2" in ensemble.cores[0].over
+    assert "parameter server 1 of 2" in ensemble.cores[0].roster.over
     alone = ServerCore(KEY, os.urandom, join_timeout=5.0, servers=2)
     hello = handshake.hello_of("run", 0, 1, Layout(()), NONCE)
     handshake.join(lambda message, _: alone.receive(m.CONTROL, b"c0", message, b"", 0.0)[0].message, KEY, hello)
@@ -769,21 +762,21 @@ def test_a_server_whose_process_has_ended_before_it_came_is_not_awaited() -> Non
     hello = handshake.hello_of("run", 0, 1, Layout(()), NONCE)
     handshake.join(partial(first_answer, alone), KEY, hello)
     assert alone.receive(m.CONTROL, b"c0", m.AskServerAddresses(), b"", 0.0) == []
-    alone.server_ended(2, "its process has ended with status -9")
+    alone.replication.ended(2, "its process has ended with status -9")
     notices = [out.message for out in alone.tick(1.0) if isinstance(out.message, m.Notice)]
     assert [notice.over for notice in notices] == [True]
-    assert "parameter server 2 of 3" in alone.lost_server
-    assert "never came: its process has ended with status -9" in alone.lost_server
-    assert alone.over
+    assert "parameter server 2 of 3" in alone.replication.lost_server
+    assert "never came: its process has ended with status -9" in alone.replication.lost_server
+    assert alone.roster.over
 
 
 def test_the_end_of_the_process_of_a_server_that_has_come_is_told_by_its_connection() -> None:
     ensemble = run_of(2, 1)
-    ensemble.cores[0].server_ended(1, "its process has ended with status -9")
+    ensemble.cores[0].replication.ended(1, "its process has ended with status -9")
     ensemble._send(0, ensemble.cores[0].tick(0.0))
-    assert ensemble.cores[0].lost_server == ensemble.cores[0].over == ""
+    assert ensemble.cores[0].replication.lost_server == ensemble.cores[0].roster.over == ""
     ensemble._send(0, ensemble.cores[0].hang_up(b"s1"))
-    assert "parameter server 1 of 2 at memory://1 is gone" in ensemble.cores[0].lost_server
+    assert "parameter server 1 of 2 at memory://1 is gone" in ensemble.cores[0].replication.lost_server
 
 
 def first_answer(core: ServerCore, message: m.Message, _: object) -> Any:
@@ -805,7 +798,7 @@ def test_what_is_no_server_of_the_run_is_refused_as_one() -> None:
 
     with pytest.raises(Refused, match="key does not match"):
         handshake.join_as_follower(say, bytes(32), hello(1, 3))
-    with pytest.raises(Refused, match="this one coordinates 3"):
+    with pytest.raises(Refused, match="this one is server 0 of 3"):
         handshake.join_as_follower(say, KEY, hello(1, 2))
     with pytest.raises(Refused, match="protocol version"):
         handshake.join_as_follower(say, KEY, sm.FollowerHello(**{**_fields(hello(1, 3)), "version": 1}))
@@ -819,7 +812,7 @@ def test_what_is_no_server_of_the_run_is_refused_as_one() -> None:
 def test_a_server_that_coordinates_no_others_is_named_to_one_that_would_follow_it() -> None:
     transport = InMemory()
     server = transport.serve(ServerCore(KEY, os.urandom))
-    with pytest.raises(Refused, match="coordinates no others: start it with --servers 3"):
+    with pytest.raises(Refused, match="this one is server 0 of 1; give all of them the same --servers"):
         transport.follow(ServerCore(KEY, os.urandom, servers=3, number=1), server.address)
 
 
@@ -842,19 +835,19 @@ def test_a_server_that_holds_a_share_lets_no_stranger_in_and_takes_no_other_mess
 def test_when_a_run_is_over_each_server_says_so_once_and_is_ready_for_the_next(is_seen_before: bool) -> None:
     ensemble, over = run_of(2, 1), list[int]()
     first, second = ensemble.cores
-    second.on_run_over = lambda: over.append(len(second.optimizers))
+    second.on_run_over = lambda: over.append(len(second.store.all))
     ensemble.control(0, m.Goodbye(), m.Acknowledged)
-    assert first.is_over
+    assert first.roster.is_over
     if is_seen_before:  # by what drives it: the rank's goodbye has come, and that the run is over has not
         ensemble.arrive()
-        assert second.is_over
+        assert second.roster.is_over
         second.reset()
     first.reset()
     ensemble._send(0, first.tick(0.0))
     ensemble.arrive()
     assert over == ([] if is_seen_before else [1])
     assert all(not core.roster.members for core in ensemble.cores)
-    assert second.optimizers == []
+    assert second.store.all == []
 
 
 def test_methods_that_do_not_treat_each_number_by_itself_say_so() -> None:

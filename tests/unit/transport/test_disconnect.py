@@ -86,7 +86,7 @@ def test_a_broken_connection_in_the_group_of_rank_0_ends_the_run(server: ZeroMQS
 def test_groups_that_are_about_to_join_look_for_no_server_that_has_ended_with_its_run() -> None:
     server = ZeroMQServer(ServerCore(KEY, secrets.token_bytes, heartbeat_timeout=SILENCE))
     server.core.reconnect_timeout = SILENCE  # ranks would look for another one
-    thread = threading.Thread(target=server.run, args=(lambda: server.core.is_over,))
+    thread = threading.Thread(target=server.run, args=(lambda: server.core.roster.is_over,))
     thread.start()
     with ExitStack() as stack:
         first, second, third = (stack.enter_context(closing(Observer(server.address, KEY))) for _ in range(3))

@@ -152,7 +152,7 @@ def test_weights_of_eight_leaders_do_not_tear_while_the_server_steps_for_others(
         for thread in threads:
             thread.join()
         assert not failed
-        assert serving.core.clock == 96
+        assert serving.core.store.clock == 96
         assert all(leader.data.shared == 24 * leader.layout.nbytes for leader in joined)
 
 

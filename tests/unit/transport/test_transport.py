@@ -49,6 +49,8 @@ LARGE = 700_000
 class Serving:
     """A server of some transport, and the ranks that have joined it."""
 
+    run = "a run"
+
     def __init__(self, chosen: Transport, stack: ExitStack) -> None:
         self.transport, self._stack = chosen, stack
         self.core = ServerCore(KEY, secrets.token_bytes, heartbeat_timeout=DEADLINE)
@@ -67,7 +69,7 @@ class Serving:
             self.server.close()
 
     def join(self, rank: int, size: int, layout: Layout, key: bytes = KEY, **options: Any) -> Control:
-        control = self.transport.join(self.address, key, "a run", rank, size, layout, **options)
+        control = self.transport.join(self.address, key, self.run, rank, size, layout, **options)
         self._stack.callback(control.close, "")
         return control
 
@@ -167,8 +169,8 @@ def test_of_two_groups_each_computes_while_its_fragment_is_under_way(serving: Se
     for group, moved in zip(groups, before, strict=True):
         group.receive()
         assert 4 * 2 * 0.45 * whole < group.data.moved - moved < 4 * 2 * 0.55 * whole, "four exchanges of a half"
-    assert serving.core.clock == 4
-    assert not any(map(torch.equal, serving.core.optimizers[0].master.weights(), start))
+    assert serving.core.store.clock == 4
+    assert not any(map(torch.equal, serving.core.store.all[0].master.weights(), start))
 
 
 @pytest.mark.parametrize("trained", [True, False])
@@ -240,7 +242,7 @@ def test_a_refusal_arrives_as_one_on_both_connections_and_harms_nothing(serving:
         second.data.exchange(own, m.Weights, torch.zeros(20, dtype=torch.uint8))
     for group in (second, first):
         group.step(seed=1)
-    assert serving.core.clock == 2
+    assert serving.core.store.clock == 2
 
 
 def test_an_answer_that_comes_after_its_request_was_interrupted_is_no_answer_to_a_later_request() -> None:
@@ -322,7 +324,7 @@ def test_a_connection_that_ends_is_a_lost_rank_and_the_others_hear_of_it(serving
     assert eventually(lambda: first.control.lost == (1,))
     first.step(seed=1)
     first.control.check()
-    assert serving.core.roster.groups == (0,)
+    assert serving.core.roster.formed.alive == (0,)
 
 
 def test_a_rank_that_says_goodbye_is_not_lost(serving: Serving) -> None:
@@ -341,11 +343,11 @@ def test_a_group_that_was_not_announced_joins_and_trains_and_is_missed_by_none_w
     late.replica.clock = late.data.exchange(m.FetchMessage(optimizer=0), m.Weights)[0].clock
     for group in (late, first, second):
         group.step(seed=1)
-    assert serving.core.clock == 3
+    assert serving.core.store.clock == 3
     late.control.close()
     assert eventually(lambda: first.control.lost == (4,))
     first.step(seed=2)
-    assert serving.core.roster.groups == (0, 1)
+    assert serving.core.roster.formed.alive == (0, 1)
 
 
 def test_when_rank_0_is_lost_every_other_one_is_told_that_the_run_is_over(serving: Serving) -> None:
@@ -420,7 +422,7 @@ def test_the_same_training_ends_in_the_same_bits_over_every_transport() -> None:
                     groups[number].step(seed)
                 weights = [parameter for group in groups for parameter in group.replica.ordered]
                 ends.append(
-                    [weight.detach().clone() for weight in (*weights, *serving.core.optimizers[0].master.weights())]
+                    [weight.detach().clone() for weight in (*weights, *serving.core.store.all[0].master.weights())]
                 )
         for other in ends[1:]:
             assert all(map(torch.equal, ends[0], other)), method

@@ -179,7 +179,7 @@ def test_a_payload_that_cannot_be_decoded_is_refused_and_counted_and_harms_no_ra
     bad = spoil(payload)
     answer, _ = link.data(2, msgspec.structs.replace(message, nbytes=len(bad)), bad)
     expect_refusal(answer, "malformed", "bytes are no push in the wire format largest: ")
-    assert (link.core.strangers, link.core.clock) == (1, 0)
+    assert (link.core.strangers, link.core.store.clock) == (1, 0)
     assert all(map(torch.equal, before, link.weights()))
     assert link.data(2, *sparse_push())[0].applied
     assert link.data(0, *sparse_push())[0].staleness == 1
@@ -195,7 +195,7 @@ def test_whatever_comes_as_a_payload_is_a_push_or_a_counted_refusal(payloads: li
         answer, _ = link.data(2, msgspec.structs.replace(message, nbytes=len(payload)), payload)
         refused += isinstance(answer, m.RefusedMessage) and answer.code == "malformed"
         assert link.core.strangers == refused
-    assert link.core.clock + link.core.optimizers[0].counts.refused + refused == len(payloads)
+    assert link.core.store.clock + link.core.store.all[0].counts.refused + refused == len(payloads)
     assert all(bool(weight.isfinite().all()) for weight in link.weights())
     assert link.data(0, *sparse_push())[0].applied
 
