@@ -1013,7 +1013,7 @@ def test_without_a_device_weights_are_where_the_default_process_group_takes_them
 @pytest.mark.usefixtures("alone")
 def test_a_world_is_on_the_cpu_under_gloo_unless_it_is_told_otherwise() -> None:
     assert World(1).device == torch.device("cpu")
-    assert World(1, "meta").device == torch.device("meta")
+    assert World(1, "cpu:0").device == torch.device("cpu", 0)
 
 
 def test_a_live_world_takes_tensors_of_the_machines_accelerator_unless_torch_would_make_it_their_default() -> None:
