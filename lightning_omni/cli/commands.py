@@ -121,7 +121,6 @@ def compare(
 
 
 def _speeds(text: str) -> tuple[float, ...]:
-    """Return the speeds of ``"1,1,0.25"`` or ``"4x1,2x0.5"``."""
     found: list[float] = []
     try:
         for part in text.split(","):

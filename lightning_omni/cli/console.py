@@ -77,7 +77,6 @@ def print_sentence(sentence: str) -> None:
 
 
 def log(console: Console, line: str, style: str | None = None, highlight: bool | None = None) -> None:
-    """Print an unbroken line, or drop it if the output fails."""
     with suppress(OSError, SystemExit):  # rich ends the program if a pipe has lost its reader
         console.print(line, style=style, soft_wrap=True, markup=False, highlight=highlight)
 

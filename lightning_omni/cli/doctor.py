@@ -61,7 +61,6 @@ class Checkup:
         self._remedies.append(f"{step}: {remedy}")
 
     def fail(self, step: str, what: str, remedy: str) -> Failed:
-        """Report a problem that prevents any run, and return the error to raise."""
         self._show("failed", step, what)
         self.has_failed = True
         self._remedies.append(f"{step}: {remedy}")

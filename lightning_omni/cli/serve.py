@@ -82,7 +82,6 @@ class Options:
 
     Attributes:
         here: servers on this machine that share the weights, with this one.
-        http: port of the status pages; None for none.
         key_file: file of the key; None for the environment.
     """
 

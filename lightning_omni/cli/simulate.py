@@ -265,7 +265,6 @@ def _file_name(method: str) -> str:
 
 
 def _title(settings: SimulationSettings) -> str:
-    """Return the cluster and the workload in one line, with the settings that differ from the defaults."""
     usual = asdict(SimulationSettings())
     changed = {name: value for name, value in asdict(settings).items() if value != usual[name]}
     given = [f"{name.replace('_', ' ')} {value}" for name, value in changed.items() if name not in _UNTITLED]
@@ -289,7 +288,6 @@ _BETWEEN = (
 
 
 def _without_effect(entrants: Sequence[Entrant], settings: SimulationSettings) -> Iterator[str]:
-    """Yield a sentence on the given options that no run has used, because of its groups."""
     topologies = [each.topology for each in entrants]
     alone = all(len(members) == 1 for each in topologies for members in each.groups)
     synchronous = all(each.is_synchronous for each in topologies)

@@ -71,7 +71,6 @@ class Rates:
 
 
 def picture(overview: Overview, rates: Rates, note: str = "") -> RenderableType:
-    """Render a run; ``note`` is a line for the user."""
     foot = [Text(note, "bold")] if note else []
     if not overview.run:
         return Group(Text("No run: the server waits for ranks."), *foot)

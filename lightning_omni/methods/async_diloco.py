@@ -64,7 +64,6 @@ class _DelayedNesterov(ServerSide):
                 velocity.add_(change)
 
     def _local_steps(self, push: Push) -> int:
-        """Return the steps that the group is to make (DyLU) until its next exchange."""
         method = self.method
         if push.note > 0:
             self._step_times[push.group] = push.note

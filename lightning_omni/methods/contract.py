@@ -27,14 +27,6 @@ class Total:
     """A running weighted sum of pushes.
 
     A parameter that no push has is ``None``; one that some pushes have counts as zero in the others.
-
-    Example:
-        >>> import torch
-        >>> total = Total()
-        >>> total.add([torch.ones(2), None])
-        >>> total.add([torch.ones(2), None], weight=3.0)
-        >>> total.count, total.weight, total.scaled(1 / total.weight)
-        (2, 4.0, [tensor([1., 1.]), None])
     """
 
     def __init__(self) -> None:
@@ -47,7 +39,6 @@ class Total:
         self._counts: list[int] = []
 
     def reach(self, parameters: int) -> None:
-        """Extend the total to this number of parameters."""
         missing = parameters - len(self._sum)
         self._sum.extend([None] * missing)
         self._counts.extend([0] * missing)

@@ -212,17 +212,12 @@ class LocalSteps(Method, frozen=True, kw_only=True):
 class Streaming(LocalSteps, frozen=True, kw_only=True):
     r"""A method of local steps with a barrier, whose exchanges may travel while groups compute.
 
-    Fragment p is captured after step t and travels while further steps are made; the group mixes in the answer after
-    step t + :math:`\tau` (``delay``):
-
-    .. math:: x_{i,p} \leftarrow \alpha\, x_{i,p} + (1 - \alpha)\, \theta_p
-
-    or, with ``keep_steps=True`` and a copy of one fragment, keeps its progress in these :math:`\tau` steps:
+    `DiLoCo` describes the exchange of a fragment, and the arguments. With ``keep_steps=True`` and a copy of one
+    fragment, a group keeps its progress in the :math:`\tau` steps:
 
     .. math:: x_{i,p} \leftarrow \theta_p + (x_{i,p} - x_{i,p}^{\text{captured}})
 
-    With ``dynamic_steps=True`` slower groups make fewer steps, at least one between two exchanges. `DiLoCo` describes
-    the arguments.
+    With ``dynamic_steps=True`` slower groups make fewer steps, at least one between two exchanges.
 
     References:
         Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", arXiv:2501.18512 (algorithm 2); steps

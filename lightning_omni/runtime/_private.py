@@ -165,5 +165,4 @@ def _states_of_gloo() -> Iterator[str]:
 
 
 def iterated_datasets() -> list[Any]:
-    """Return the datasets of all data loaders that are being iterated in this process."""
     return [each._dataset for each in gc.get_objects() if issubclass(type(each), _BaseDataLoaderIter)]

@@ -69,7 +69,7 @@ class Executor:
         return []
 
     def follow_writes(self) -> None:
-        """Distribute writes of user code; see `ExternalWrites.follow`. With one group, do nothing."""
+        """Distribute writes of user code; see `ExternalWrites.follow`."""
 
     def enter_compute(self) -> None:
         """Begin or continue the training epoch. All synchronized ranks call it."""

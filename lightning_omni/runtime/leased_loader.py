@@ -125,7 +125,6 @@ class RankLeases(LeaseClient):
         return self._batches[self.handed - 1]
 
     def peek(self) -> Batch | None:
-        """Return the batch after the current one, or None if the pool is empty now."""
         return self._batches[self.trained] if self._have(self.trained) else None
 
     @property
@@ -297,12 +296,7 @@ def lease(
 
 
 def why_not_leased(loader: object) -> str:
-    """Return why a loader's samples cannot be leased; "" if they can.
-
-    Example:
-        >>> why_not_leased([1, 2])
-        'it is a list, no DataLoader'
-    """
+    """Return why a loader's samples cannot be leased; "" if they can."""
     if not isinstance(loader, DataLoader):
         return f"it is a {type(loader).__name__}, no DataLoader"
     if type(loader).__iter__ is not DataLoader.__iter__:  # it may yield other batches than drawn, or ahead

@@ -366,7 +366,6 @@ class OwnSamplers:
         self._parallel, self._before = parallel, WeakSet(_samplers())
 
     def warn(self) -> None:
-        """Warn if there are any. A loop calls it in its first step."""
         parallel, members = self._parallel, len(self._parallel.members)
         is_made = any(each.num_replicas == members and each not in self._before for each in _samplers())
         name = "a DistributedSampler was made" if is_made else _iterable_that_asks()

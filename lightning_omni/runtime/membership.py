@@ -141,8 +141,8 @@ class Connection:
     def leave(self, reason: str = "", has_finished: bool = False) -> None:
         """Leave the server, if this rank has joined it.
 
-        ``reason`` is how this rank has failed, with which its group is evicted; "" if it has not. ``has_finished`` is
-        whether the run is at its end.
+        Its group is evicted with the ``reason`` for which this rank has failed, if any; ``has_finished`` is whether the
+        run is at its end.
         """
         self._closed.set()
         if self._parallel.control is not None:
@@ -261,8 +261,7 @@ class Connection:
     def take_part(self) -> m.Joined:
         """Join a running run, as soon as its groups train separately. All ranks of this group call it.
 
-        Return the server's answer. `ServerStore.read_run_state` reads further state, `ServerExchange.read_weights` the
-        weights.
+        `ServerStore.read_run_state` reads further state, `ServerExchange.read_weights` the weights.
 
         Raises:
             ConfigurationError: the run exchanges with other settings than this group.
@@ -314,10 +313,5 @@ class Connection:
 
 
 def arguments_of(method: Mapping[str, Any], wire_format: Mapping[str, Any], overlap: bool) -> tuple[str, ...]:
-    """Return the arguments of OmniStrategy for the exchanges of a run, which is described by plain data.
-
-    Example:
-        >>> arguments_of({"name": "diloco", "period": 8}, {"name": "raw"}, overlap=False)
-        ('method="diloco:period=8"', 'compression="fp32"', 'overlap=False')
-    """
+    """Return the arguments of OmniStrategy for the exchanges of a run, which is described by plain data."""
     return f'method="{REGISTRY.text_of_wire(method)}"', argument_of(wire_format), f"overlap={overlap}"

@@ -1,7 +1,6 @@
 """torch.distributed's process groups: one for each compute group, one of all live ranks, and the current default.
 
-Compute groups are kept for later fits of the same script. All live ranks decide together whether a topology's groups
-must be created.
+Compute groups are kept for later fits of the same script.
 
 The server carries out the collectives of all live ranks, `LiveWorld`: none waits for dead ranks, and all survivors get
 the same contributions. Small payloads are sent over the server's control socket, larger ones over its data socket, and
@@ -73,11 +72,7 @@ def outlive(group: Any, lost: Sequence[int]) -> None:
 
 
 def check_none_lost() -> None:
-    """Check that the default process group still has all ranks of the script's begin.
-
-    Raises:
-        RankLost: an earlier fit or loop has lost some; Lightning and loaders would still count them.
-    """
+    """Raise a `RankLost` if an earlier fit or loop has lost ranks, which Lightning and loaders would still count."""
     if not (lost := _caches.get(dist.group.WORLD, _Cache()).lost):
         return
     were = f"rank {lost[0]} was" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} were"
@@ -96,11 +91,7 @@ def is_switched() -> bool:
 
 
 def check_not_in_loop() -> None:
-    """Check that the default process group is not one that a World uses while groups train.
-
-    Raises:
-        ConfigurationError: it is; another World would take it for that of all ranks.
-    """
+    """Raise a `ConfigurationError` if `is_switched`: another World would take the group for that of all ranks."""
     if is_switched():
         raise ConfigurationError(
             "a second World while compute groups train, inside `with world.training():` or a fit: torch.distributed"
@@ -239,7 +230,6 @@ class ProcessGroups:
         return broadcast_bytes(mine, partial(broadcast_from, group=group, device=self._device, source=by)).decode()
 
     def gather(self, numbers: list[int]) -> list[list[int]]:
-        """Return the numbers of every rank of the original process group, in rank order."""
         mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         return [theirs.tolist() for theirs in gathered(mine, self.original)]
 
@@ -349,7 +339,7 @@ class LiveWorld(dist.ProcessGroup):
     gather = allgather  # type: ignore[assignment]  # with outputs on one rank only
 
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """Gather every rank's tensor, concatenated. If ranks have died meanwhile, the end is zeros."""
+        """Gather every rank's tensor, concatenated; see `allgather`."""
         self.allgather([output.view(-1).split(max(1, input.numel()))], [input.reshape(-1)])
         return _Done(output)
 

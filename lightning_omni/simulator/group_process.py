@@ -47,11 +47,7 @@ MOST_REFUSED = 10
 
 @dataclass
 class SimulationContext:
-    """The objects that all groups of a run share.
-
-    Attributes:
-        groups: the living groups by number.
-    """
+    """The objects that all groups of a run share."""
 
     engine: Engine
     server: SimulatedServer
@@ -267,7 +263,6 @@ class SimulatedGroup:
         return (yield from self._answer_to(ask, self._begin(ask)))
 
     def _begin(self, ask: ServerRequest) -> Process:
-        """Start an exchange with the server, in a process that receives its answer."""
         process = Process(self._push(ask) if isinstance(ask.need, Exchange) else self._fetch(ask))
         self._context.network.exchanges[self.number] = process
         self._context.engine.resume(process)

@@ -263,11 +263,6 @@ def hyperparameters_of(
 
     With ``of``, only groups that hold some of these parameters, or are empty, are returned. Unless ``are_needed``,
     values that are not plain are left out.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.zeros(2))
-        >>> hyperparameters_of(torch.optim.SGD([weight], lr=0.1))[0]["lr"]
-        0.1
     """
     kind = type(optimizer)
     groups = [group for group in optimizer.param_groups if of is None or holds(group, of)]
@@ -317,16 +312,7 @@ def set_hyperparameter(group: dict[str, Any], name: str, value: Any) -> None:
 
 @contextmanager
 def scaled_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
-    """Multiply the learning rates of all parameter groups in this context.
-
-    Example:
-        >>> optimizer = torch.optim.SGD([torch.zeros(1)], lr=0.1)
-        >>> with scaled_rates(optimizer, 0.5):
-        ...     optimizer.param_groups[0]["lr"]
-        0.05
-        >>> optimizer.param_groups[0]["lr"]
-        0.1
-    """
+    """Multiply the learning rates of all parameter groups in this context."""
     groups = [group for group in optimizer.param_groups if factor != 1.0 and group.get("lr") is not None]
     own = [deepcopy(group["lr"]) for group in groups]  # groups may share a tensor
     for group, rate in zip(groups, own, strict=True):
@@ -460,7 +446,6 @@ def resolver(allowed: Sequence[str]) -> Resolve:
 
 
 def check_servable(optimizer: Optimizer) -> None:
-    """Raise `UnsupportedError` for an optimizer that cannot run at the server."""
     kind = type(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(

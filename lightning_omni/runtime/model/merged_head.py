@@ -117,10 +117,7 @@ class RemoteHead:
                 )
 
     def bring(self, tree: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Send the group's batch to the head; return this rank's rows of each output tensor. All members call it.
-
-        ``tensors`` replace those of the ``tree`` of arguments and keyword arguments.
-        """
+        """Send the group's batch to the head; return this rank's rows of each output tensor. All members call it."""
         parallel = self._parallel
         with self._exchange.timed():
             self._rows = self._count_rows(tensors)
@@ -152,10 +149,7 @@ class RemoteHead:
     def take_back(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[tuple[torch.Size, torch.dtype]]
     ) -> list[Any]:
-        """Send the gradients of the output to the head, which makes a step; return those of this rank's inputs.
-
-        A gradient is None if its output took no part in the loss; ``inputs`` are each input's shape and dtype.
-        """
+        """Send the gradients of the output to the head, which makes a step; return those of this rank's inputs."""
         parallel = self._parallel
         self.side.end()
         with self._exchange.timed():
@@ -213,7 +207,6 @@ class RemoteHead:
         ]
 
     def _gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Gather all members' rows at the leader, concatenated; other members get none."""
         if not self._is_shared:
             return list(tensors)
         mine, whole = self._splits

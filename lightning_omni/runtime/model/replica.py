@@ -64,7 +64,6 @@ class ModelReplica(Replica):
         return self._layout_of({name: here(parameter) for name, parameter in self.parameters.items()})
 
     def described(self) -> dict[str, Any]:
-        """Return the optimizer's description for a server, with the state of this rank's part."""
         description = describe(self.optimizer, {parameter: name for name, parameter in self.parameters.items()})
         if self._is_shared:
             description["state"] = parts_of(description["state"])
@@ -191,7 +190,6 @@ class ModelReplica(Replica):
         self._writes.remember(self.ordered, copies(self.weights()))
 
     def descend(self, gradient: Sequence[Tensor | None]) -> None:
-        """Make a local step between two fetches, which counts as a write of the method."""
         self.own_frozen()  # noted before this step counts as the method's write
         super().descend(gradient)
         complete(self.ordered)
@@ -210,7 +208,7 @@ class ModelReplica(Replica):
         return self._writes.of_trained(self.parameters, in_passing)
 
     def own_frozen(self) -> set[str]:
-        """Return the names of frozen weights that other code has written, so that they are this group's."""
+        """Return the names of frozen weights that other code has written."""
         return self._writes.of_frozen(self.parameters)
 
     def served(self) -> list[Parameter]:
@@ -282,7 +280,6 @@ class ModelReplica(Replica):
         self._stashed = self._stashed_drift = None
 
     def abandon(self) -> None:
-        """Drop the stashed weights and the memory: the evaluated weights stay."""
         self._stashed = None
         self.memory.clear()
 
@@ -340,7 +337,6 @@ class Part:
         return self._flat.room(PREFIX + self.replica.layout.nbytes)
 
     def release(self) -> None:
-        """Release the memory on the device."""
         self._flat, self.handed = (Memory(zeros_on(self.device)) for _ in range(2))
         if self.device.type != "cpu":
             self.replica.forget()

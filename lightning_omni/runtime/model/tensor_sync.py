@@ -36,14 +36,6 @@ def contiguous(tensor: Tensor, name: str) -> Iterator[Tensor]:
 
     Raises:
         UnsupportedError: the tensor cannot have these values.
-
-    Example:
-        >>> table = torch.zeros(2, 4)[:, ::2]
-        >>> with contiguous(table, "table") as memory:
-        ...     memory.view(-1)[1] = 5.0
-        >>> table
-        tensor([[0., 5.],
-                [0., 0.]])
     """
     own = tensor.detach()
     if own.is_contiguous() and not own.is_conj() and not own.is_neg():

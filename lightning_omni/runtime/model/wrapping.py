@@ -100,7 +100,6 @@ class ModelWrapper:
         gradient.div_(self._parallel.replicas)
 
     def share_initial(self) -> None:
-        """Copy the initial weights of rank 0's replica to all others. All ranks call it, before training."""
         parallel = self._parallel
         # Other launchers' groups are not in this torch.distributed world: they read the server's weights.
         is_alone = len(parallel.holders.alive) == 1 and parallel.registration is None
@@ -208,7 +207,6 @@ class ReductionCheck:
         return checked
 
     def _compare(self, parameters: Sequence[Parameter]) -> None:
-        """Raise `ConfigurationError` if the members have different gradients. All members call it."""
         self._check_reduced(parameters)
         gradients = [each.grad.detach() for each in parameters if each.grad is not None]
         sums = [torch.stack([each.real.sum().float(), each.abs().sum().float()]) for each in gradients]

@@ -322,7 +322,6 @@ class StateTransfer:
         return state
 
     def _share(self, parts: Sequence[Part]) -> None:
-        """Load the optimizer state of a group's first replica into the others."""
         if self._parallel.replicas == 1:
             return
         for part in parts:

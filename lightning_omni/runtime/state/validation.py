@@ -58,10 +58,7 @@ class ValidationSnapshots:
 
     @contextmanager
     def own_weights(self) -> Iterator[None]:
-        """Keep the group's weights if hooks in this context restore those that they have saved when a validation began.
-
-        Other writes in this context count as usual.
-        """
+        """Keep the group's weights if hooks in this context restore those that they saved as a validation began."""
         if not self._evaluated:
             yield
             return
@@ -104,6 +101,5 @@ class ValidationSnapshots:
         return tree
 
     def release(self, number: int) -> None:
-        """Report, on the recorder, that no checkpoint of validations up to this one is saved any more."""
         if self._parallel.is_recorder:
             self._parallel.joined.request(m.ReleaseVersion(number=number), m.VersionReleased)

@@ -53,7 +53,6 @@ class Hyperparameters:
 
     @property
     def is_momentum_free(self) -> bool:
-        """Return whether momentum can be chosen: all parameter groups share one, and no schedule changes it."""
         is_common = len(set(map(self._momentum_of, self._optimizer.param_groups))) == 1
         return self.has_momentum and is_common and not self._is_momentum_scheduled
 
@@ -66,14 +65,13 @@ class Hyperparameters:
 
     @property
     def momentum(self) -> float:
-        """Return the momentum, or β1; 0.0 without one."""
         return self._momentum_of(self._optimizer.param_groups[0])
 
     def _momentum_of(self, group: dict[str, Any]) -> float:
         return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
 
     def set_momentum(self, momentum: float) -> None:
-        """Set the momentum (or β1) of all parameter groups, unless a scheduler changes it or it is set already."""
+        """Set the momentum (or β1) of all parameter groups, unless a scheduler changes it."""
         if not self.has_momentum or self._is_momentum_scheduled or momentum == self.momentum:
             return
         if not self._has_betas and momentum == 0:  # torch does not follow the buffers of one group from here on
@@ -95,5 +93,4 @@ class Hyperparameters:
 
 
 def _flat(schedulers: Iterable[Any]) -> list[Any]:
-    """Return schedulers, and those of torch that they hold."""
     return [one for each in schedulers for one in (each, *_flat(getattr(each, "_schedulers", ())))]

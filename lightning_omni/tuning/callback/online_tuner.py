@@ -234,7 +234,7 @@ class OnlineTuner:
     """The tuning of a run by its own first batches.
 
     Once batches are split, they are timed again: equal batches do not show whether a slow rank takes longer for each
-    sample or for each step.
+    sample or for each step. All ranks call the public methods.
     """
 
     def __init__(
@@ -266,7 +266,7 @@ class OnlineTuner:
         self._batches = FirstBatches(run.strategy, spec)
 
     def begin_again(self, reason: str) -> None:
-        """Restore the user's own setting, in one group, and time it again. All ranks call it.
+        """Restore the user's own setting, in one group, and time it again.
 
         Only the last decision may then be that nothing is faster.
         """
@@ -297,7 +297,7 @@ class OnlineTuner:
     def batch_done(self, loss: Tensor | None) -> None:
         """Record a batch, if batches are timed; start a decision that is due, or poll the one in progress.
 
-        Both happen only after an optimizer step, and not at the last batch of an epoch. All ranks call it.
+        Both happen only after an optimizer step, and not at the last batch of an epoch.
         """
         batches, trainer = self._batches, self._run.trainer
         if batches is None:
@@ -325,7 +325,6 @@ class OnlineTuner:
     # --- Decisions ----------------------------------------------------------------------------------------------------
 
     def _begin_to_decide(self, batches: FirstBatches) -> None:
-        """Start a decision on every rank; all ranks keep training until rank 0 has decided."""
         began, run = time.perf_counter(), self._run
         decision = self._decision = _Decision(batches.seen())
         if run.is_rank_zero:
@@ -336,7 +335,6 @@ class OnlineTuner:
         self._poll_decision(decision)
 
     def _poll_decision(self, decision: _Decision) -> None:
-        """Conclude if rank 0 has decided. All ranks call it."""
         began, run = time.perf_counter(), self._run
         is_over = False
         if run.broadcast(int(decision.found is not None and decision.found.done())):
@@ -352,7 +350,7 @@ class OnlineTuner:
             self._deciding = 0.0
 
     def _conclude(self, decision: _Decision) -> bool:
-        """Carry out a decision, or continue timing; return whether anything was decided. All ranks call it."""
+        """Carry out a decision, or continue timing; return whether anything was decided."""
         run, batches = self._run, self._batches
         assert batches is not None
         command = run.broadcast_command(self._command(decision, batches.spec))
@@ -383,7 +381,7 @@ class OnlineTuner:
         return command is not None
 
     def epoch_done(self, is_last: bool) -> None:
-        """Adopt a postponed choice, unless the run ends here. All ranks call it."""
+        """Adopt a postponed choice, unless the run ends here."""
         if self._postponed is not None and not is_last:
             began, run = time.perf_counter(), self._run
             self.adopt(self._postponed)
@@ -427,7 +425,6 @@ class OnlineTuner:
             return Command(spec.start, error=str(error))
 
     def adopt(self, command: Command) -> None:
-        """Train with the setting of a command from now on. All ranks call it."""
         run = self._run
         if command.setting == run.own and run.state.setting in (None, run.own):
             run.state.setting = command.setting

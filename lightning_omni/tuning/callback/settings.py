@@ -91,10 +91,6 @@ class FitSpace:
         return Space.of(self._run.options.space, self._run.world.size).rebalance
 
     def specification(self, hyperparameters: Hyperparameters, switch: float) -> SearchSpec:
-        """Return the specification of a search that starts from the user's own setting.
-
-        ``switch`` are the measured or assumed seconds to form groups.
-        """
         run = self._run
         start = self._start(hyperparameters)
         return SearchSpec(
@@ -188,7 +184,6 @@ def _text_of_wire(given: Compression) -> str:
 
 
 def communication_of(setting: Setting, current: Communication) -> Communication:
-    """Return the communication of a setting; properties that it leaves open stay."""
     method, wire, overlap, all_reduce = current
     if setting.method:
         method, overlap = method_named(setting.method), setting.overlap
@@ -212,7 +207,7 @@ def communicate(strategy: OmniStrategyHooks, wanted: Communication) -> bool:
 
 
 class AppliedSetting:
-    """The setting of one fit.
+    """The setting of one fit. All ranks call its methods.
 
     Attributes:
         seconds_to_form: seconds that the last formation of several groups took; `FORMING` before the first.
@@ -233,7 +228,6 @@ class AppliedSetting:
         self.rollback_point = self._now()
 
     def apply(self, command: Command) -> None:
-        """Train with the setting of a command from now on. All ranks call it."""
         state, hyperparameters = self._run.state, self._run.hyperparameters()
         hyperparameters.set_momentum(command.setting.momentum)
         hyperparameters.make_default()
@@ -242,7 +236,6 @@ class AppliedSetting:
         self.form(command.setting, command.speeds, command.by_speed)
 
     def form(self, setting: Setting, speeds: Mapping[int, float] | None = None, by_speed: bool = False) -> None:
-        """Form the groups of a setting. All ranks call it."""
         strategy, world, began = self._run.strategy, self._run.world, time.perf_counter()
         world.rate_factor = self._run.state.scaled
         communicates = communicate(strategy, communication_of(setting, world.communication)) and setting.groups > 1
@@ -268,7 +261,7 @@ class AppliedSetting:
             self.seconds_to_form = time.perf_counter() - began
 
     def split_by_speed(self) -> bool:
-        """Split batches by speed from now on, where that pays; return whether that is possible. All ranks call it."""
+        """Split batches by speed from now on, where that pays; return whether that is possible."""
         strategy = self._run.strategy
         if strategy.parts.epochs.leases is None:
             return False
@@ -278,7 +271,6 @@ class AppliedSetting:
         return True
 
     def restore_user_setting(self) -> None:
-        """Restore the user's own setting, in one group. All ranks call it."""
         self._run.strategy.parts.grouping.merge()
         self.apply(Command(self._run.own))
         self._guard = self.rollback_point = None  # they belong to the choice that is undone
@@ -322,14 +314,13 @@ class AppliedSetting:
 
     @property
     def has_diverged(self) -> bool:
-        """Return whether the run has diverged with the present setting. All ranks call it."""
         if self._guard is None:
             return False
         mean = self._guard.mean(torch.zeros((), device=self._run.strategy.root_device))
         return self._guard.is_worse(*self._run.strategy.reduce(mean, reduce_op="sum").tolist())
 
     def capture_weights(self) -> None:
-        """Store the present weights in the rollback point, unless a rank's are no longer finite. All ranks call it."""
+        """Store the present weights in the rollback point, unless a rank's are no longer finite."""
         if self._guard is None or self.rollback_point is None:
             return
         # If one rank refuses, all do: a rollback would otherwise leave them with different weights.
@@ -337,7 +328,7 @@ class AppliedSetting:
             self.rollback_point.keep_weights()
 
     def roll_back(self) -> Command:
-        """Restore the rollback point, in one group with the user's own setting; report how. All ranks call it."""
+        """Restore the rollback point, in one group with the user's own setting; report how."""
         run, state, was = self._run, self._run.state, self._run.setting
         assert self.rollback_point is not None
         run.strategy.parts.grouping.merge()
@@ -355,7 +346,7 @@ class AppliedSetting:
         return RollbackPoint.of(run.module, run.trainer.optimizers, run.world.core, averages, scaler)
 
     def return_to(self, point: RollbackPoint) -> None:
-        """Restore a rollback point, where all ranks are one group. All ranks call it."""
+        """Restore a rollback point, where all ranks are one group."""
         point.restore(self._run.world.core)
         restart_empty_averages(self._run.trainer)
         self._run.world.reduction.forget()
@@ -363,7 +354,7 @@ class AppliedSetting:
     # --- Trials of the user's own setting -----------------------------------------------------------------------------
 
     def begin_trial(self, starts_over: bool) -> RollbackPoint:
-        """Train with the user's own setting in one group; return the state before. All ranks call it.
+        """Train with the user's own setting in one group; return the state before.
 
         With ``starts_over``, the trial begins from the rollback point, if any.
         """
@@ -379,7 +370,7 @@ class AppliedSetting:
         return before
 
     def end_trial(self, to: RollbackPoint | None) -> None:
-        """Train with the setting before the trial again, from the state ``to`` if given. All ranks call it."""
+        """Train with the setting before the trial again, from the state ``to`` if given."""
         before = self._run.state.before_trial
         assert before is not None
         if to is not None:
@@ -387,7 +378,7 @@ class AppliedSetting:
         self.resume(before)
 
     def resume(self, setting: Setting) -> None:
-        """Train with an earlier setting again, in groups by the speeds of then. All ranks call it."""
+        """Train with an earlier setting again, in groups by the speeds of then."""
         state, live = self._run.state, len(self._run.world.live_ranks)
         state.before_trial, speeds = None, dict(state.speeds) or None
         self.apply(Command(replace(setting, groups=min(setting.groups, live)), speeds=speeds, by_speed=bool(speeds)))
@@ -396,7 +387,7 @@ class AppliedSetting:
     # --- Giving groups up ---------------------------------------------------------------------------------------------
 
     def return_to_one_group(self, setting: Setting) -> None:
-        """Train with a setting of one group from now on, and choose no other. All ranks call it."""
+        """Train with a setting of one group from now on, and choose no other."""
         run, state = self._run, self._run.state
         run.strategy.parts.grouping.merge()
         self._train_in_one_group(setting)

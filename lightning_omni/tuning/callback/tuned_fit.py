@@ -110,7 +110,6 @@ class TunedFit(Fit):
 
     @staticmethod
     def _check(strategy: OmniStrategyHooks, options: TunerOptions) -> None:
-        """Reject a fit that cannot be searched, and make the run begin as one group."""
         strategy.parts.grouping.check_whole("OmniTuner forms other groups while they train")
         if "all_reduce" in options.space and strategy.world.reduction.format != EXACT:
             raise ConfigurationError(
@@ -199,7 +198,6 @@ class TunedFit(Fit):
         run.forget()
 
     def _resume(self) -> None:
-        """Resume a run with its chosen setting."""
         run, state = self.run, self.run.state
         run.strategy.parts.grouping.merge()  # they may exchange by another method, whose optimizer state is elsewhere
         if problem := self._why_not_resumed:
@@ -280,7 +278,7 @@ class TunedFit(Fit):
             self._react(self.check.validated, may_change, ends_epoch=False)
 
     def _react(self, reason: Callable[[], str], may_change: bool, ends_epoch: bool) -> None:
-        """Check whether the chosen setting is still right, after all groups have synchronized. All ranks call it.
+        """Check whether the chosen setting is still right, after all groups have synchronized.
 
         ``reason`` returns why to choose again, or "". Without ``may_change``, only a rollback is possible.
         """
@@ -356,8 +354,7 @@ def follow_groups(own: Setting, groups: int, method: Method, scaling: Scaling, s
         16 groups, momentum 0, lr 0.0625
 
     References:
-        Mitliagkas et al. 2016, "Asynchrony begets Momentum", Theorem 6; Zhang et al. 2016, "Staleness-aware Async-SGD",
-        for rates that fall with the staleness.
+        Zhang et al. 2016, "Staleness-aware Async-SGD", for rates that fall with the staleness.
     """
     updates = method.updates_per_batch(groups)
     momentum = min(max(explicit_for(own.momentum, updates - 1), space.momentum[0]), space.momentum[1])
@@ -428,7 +425,6 @@ class JoinedFit(Fit):
             self._follow(groups, self._hyperparameters)
 
     def _follow(self, groups: int, hyperparameters: Hyperparameters) -> None:
-        """Adapt momentum and learning rate to a new number of groups. All members call it."""
         run, state = self.run, self.run.state
         setting = follow_groups(run.own, groups, run.world.method, hyperparameters.scaling, self._space)
         hyperparameters.set_momentum(setting.momentum)

@@ -59,9 +59,7 @@ class TunerState(Serializable):
 
     Attributes:
         setting: the setting that the run trains with; None before a choice.
-        own: the user's own setting.
         speeds: rank and samples per second, if groups were formed by speed.
-        unfinished: whether a search is under way.
         segments: complete on rank 0 only.
         rounds: number of adopted choices.
         checked: value of ``rounds`` when speed was last compared with the forecast.
@@ -161,11 +159,10 @@ class TunedRun:
         return bool(self.trainer.is_global_zero)
 
     def broadcast(self, number: int) -> int:
-        """Return rank 0's number, 0 or more. All ranks call it."""
+        """Return rank 0's number, 0 or more."""
         return self.world.all_reduce_max([number if self.is_rank_zero else 0])[0]
 
     def broadcast_command(self, command: Command | None) -> Command | None:
-        """Return rank 0's command, if there is one. All ranks call it."""
         text = self.world.broadcast_text(json.dumps(command.to_dict()) if command is not None else "")
         return Command.from_dict(json.loads(text)) if text else None
 
@@ -321,7 +318,6 @@ class TunerReports:
         self._run = run
 
     def chosen(self, command: Command) -> None:
-        """Report a new setting. All ranks call it."""
         run, setting = self._run, command.setting
         run.info(f"OmniTuner: trains with {setting}: {command.why}")
         metrics = {

@@ -1,7 +1,4 @@
-"""The fitted costs from which `Profile` predicts, with resampled draws for the intervals.
-
-They depend on the placement of ranks and on the pattern of exchanges.
-"""
+"""The fitted costs from which `Profile` predicts, with resampled draws for the intervals."""
 
 from __future__ import annotations
 
@@ -33,9 +30,9 @@ class Placement:
     Args:
         of: node or site of each rank: see `sites_of`.
         server: node of all servers; None if they are on none or on each of these nodes, or unknown.
-        per_byte: seconds of each byte between two ranks on one node; None if unknown.
-        round_trip: seconds of a nearly empty message and its answer there.
-        copy_per_byte: seconds of each byte between a rank's device and its host.
+        per_byte: as `Measured.node_per_byte`; None if unknown.
+        round_trip: as `Measured.node_round_trip`.
+        copy_per_byte: as in `Measured`.
 
     Example:
         >>> placement = Placement({0: 0, 1: 0, 2: 1, 3: 1}, server=0)
@@ -152,11 +149,8 @@ class ExchangePattern:
     ) -> ExchangePattern:
         """Return the pattern of a method.
 
-        Args:
-            method: the method or its name.
-            compression: as in ``OmniStrategy(compression=...)``.
-            overlap: as in ``OmniStrategy(overlap=...)``.
-            nbytes: bytes of the weights as float32, or their layout. With 0, bytes are as measured, in any format.
+        ``nbytes`` are those of the weights as float32, or their layout. With 0, bytes are as measured, in any format.
+        The other arguments are those of `OmniStrategy`.
 
         Raises:
             ConfigurationError: the method or the wire format does not exist, or they do not work together.
@@ -219,7 +213,7 @@ class CostModel:
         hand_ring: seconds of the whole fp32 gradient on a link over which a leader forwards an answer.
         hand_hop: seconds of such a message that do not depend on its bytes.
         servers: number of servers; costs of an exchange are those of one.
-        hands_on: whether leaders forward answers to the other members, which ``delay`` does not include.
+        hands_on: as in `Measured`; ``delay`` does not include it.
         node_ring: ``ring`` of a group on one node, if it is known to differ.
         node_hop: ``hop`` of such a group.
     """
@@ -252,7 +246,6 @@ class CostModel:
 
     @cached_property
     def likely(self) -> CostModel:
-        """Return the model with its first draw only."""
         cut: dict[str, Any] = {name: each[:1] for name, each in vars(self).items() if isinstance(each, np.ndarray)}
         return replace(self, **cut)
 

@@ -206,7 +206,7 @@ def residence_on_links(think: Array, demand: Array, counted: Array | None = None
         [[1.333, 1.333]]
 
     References:
-        Reiser and Lavenberg 1980 (mean value analysis); Baskett et al. 1975 (stations that are shared evenly);
+        Baskett et al. 1975 (stations that are shared evenly);
         Schweitzer 1979 (approximate mean value analysis, for many groups).
     """
     firsts, which, counts = _kinds(demand[0])
@@ -257,7 +257,7 @@ def _residence_of_kinds(counts: Sequence[int], think: Array, demand: Array, part
 
 
 def _residence_of_many(counts: Array, think: Array, demand: Array, parts: Array) -> Array:
-    """Approximate `_residence_of_kinds`: an arriving group is missing from its kind's queue (Schweitzer 1979)."""
+    """Approximate `_residence_of_kinds`: an arriving group is missing from its kind's queue."""
     queues = np.zeros_like(demand)
     found = demand
     for _ in range(c.QUEUE_ROUNDS):

@@ -56,7 +56,6 @@ class TrainingPlan:
         return self.model.speeds(self.batch)
 
     def bottleneck(self, topology: Topology) -> str:
-        """Return the part that would speed training up most if it took half as long."""
         model, rough = self.model.likely, replace(self, is_rough=True)
 
         def rate(halved: Sequence[str]) -> float:

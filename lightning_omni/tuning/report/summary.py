@@ -327,7 +327,6 @@ class SearchSummary:
 
     @cached_property
     def curve(self) -> dict[int, Setting]:
-        """Return, for each number of groups, the best setting by the forecast; for the choice's, the choice."""
         best = {groups: best_by_forecast(self.search, groups) for groups in self.groups}
         if self.choice.setting.groups in best:
             best[self.choice.setting.groups] = self.choice.setting

@@ -159,12 +159,9 @@ def verdict(evidence: Evidence, is_early: bool = False, may_stay: bool = True, c
     The interval of the hardware forecast narrows with every measured batch. The uncertainty of the samples does not, so
     a part of its standard deviation always counts against a change.
 
-    Args:
-        evidence: the evidence so far.
-        is_early: whether only proportional batches may be decided on, which leave the updates unchanged.
-        may_stay: whether "nothing" may be returned.
-        can_wait: whether measuring more costs little. Then step times that scatter much decide nothing: a gain is
-            certain before it is certain which setting gains most.
+    With ``is_early``, only proportional batches may be decided on, which leave the updates unchanged. Without
+    ``may_stay``, "nothing" is not returned. With ``can_wait``, measuring more costs little, and step times that scatter
+    much decide nothing: a gain is certain before it is certain which setting gains most.
     """
     start = evidence.start
     if is_early and start == evidence.spec.start:

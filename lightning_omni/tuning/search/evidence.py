@@ -36,9 +36,6 @@ class SpeedResiduals:
     Its mean is zero, and its kernel is fixed. Settings are close if they have about as many groups and exchange about
     as often, in the same way.
 
-    Args:
-        log_ratios: logarithm of measured over predicted seconds of each segment.
-
     Example:
         >>> from lightning_omni.tuning.model.forecast import Setting
         >>> trained = Setting(4, 0.6, 0.1, method="async_sgd")
@@ -60,7 +57,6 @@ class SpeedResiduals:
             self._weights = self._inverse @ np.array([log_ratios[number] for number in kept])
 
     def __call__(self, setting: Setting) -> tuple[float, float]:
-        """Return the expected log ratio of a setting, and its standard deviation."""
         if not self._settings:
             return 0.0, c.SPEED_ERROR
         near = self._kernel([setting], self._settings)[0]
