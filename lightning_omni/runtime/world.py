@@ -28,11 +28,13 @@ from lightning_omni.runtime.loop_checks import (
     ExitCheck,
     OwnSamplers,
     RawStepGuard,
+    announced_wait,
     check_may_begin,
     untrained_of,
     unwrapped,
     warn_of_no_update,
     warn_of_own_statistics,
+    warn_of_variables,
 )
 from lightning_omni.runtime.membership import LEARN, Connection
 from lightning_omni.runtime.model.external_writes import ExternalWrites
@@ -273,8 +275,10 @@ class World(ParallelState):
                 members of a group have made different numbers of steps.
         """
         check_may_begin(self, self.is_begun, self.executor.exchanges)
-        if self.is_recorder and (unread := self.options.unread):
-            _log.warning("world.training(): %s", unread)
+        if self.is_recorder:
+            warn_of_variables(self.options)
+            if unread := self.options.unread:
+                _log.warning("world.training(): %s", unread)
         self.ever_lost.clear()  # those that left an earlier loop, with an exception that was caught, are here again
         closed: GeneratorExit | None = None
         try:
@@ -289,11 +293,12 @@ class World(ParallelState):
                     yield self
                 except GeneratorExit as error:  # the loop is in a generator, whose caller has left it as by a break
                     closed = error
-            self._wait_for_all(_END)
-            was_synchronized = not self.is_computing
-            self._synchronize(_END)
-            if was_synchronized:
-                self.executor.follow_writes()
+            with nullcontext() if closed is None else announced_wait():
+                self._wait_for_all(_END)
+                was_synchronized = not self.is_computing
+                self._synchronize(_END)
+                if was_synchronized:
+                    self.executor.follow_writes()
             if self.executor.exchanges:
                 warn_of_own_statistics(self, self._raw_steps.modules())
             if self.executor.exchanges and self.is_recorder:
@@ -348,7 +353,7 @@ class World(ParallelState):
         """
         if self.registration is None:
             self._leaving = ExitCheck(self)
-            self._watching.enter_context(self._leaving.watch())
+            self._watching.enter_context(self._leaving.watch_others())
 
     def check_left(self) -> None:
         """Wait for the watched members of this group: see `ExitCheck.check`."""
