@@ -21,8 +21,8 @@ from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.runtime._private import ignored_by_ddp
 from lightning_omni.runtime.model.buffer_sync import check_dense
 from lightning_omni.runtime.model.meshes import FSDP
-from lightning_omni.runtime.model.sharded import average_over_replicas, shard, share_initial
-from lightning_omni.runtime.model.tensor_sync import check_all_shared, check_model, gathered, take_from_rank_zero
+from lightning_omni.runtime.model.sharded import average_over_replicas, is_sharded, shard, share_initial
+from lightning_omni.runtime.model.tensor_sync import check_all_shared, gathered, make_alike, take_from_rank_zero
 from lightning_omni.runtime.parallel_state import ParallelState
 
 
@@ -64,16 +64,21 @@ class ModelWrapper:
         ignored = ignored_by_ddp(module)
         if len(self._parallel.topology.alive) > 1:
             check_all_shared(module)
-        self._check_alike(module)
+        self._make_alike(module)
         named = [each for each in (*module.named_parameters(), *module.named_buffers()) if each[0] not in ignored]
         check_dense(named)
         if self._parallel.control is None:  # otherwise the live ranks made it when groups were formed
             self._parallel.process_groups.make(self._parallel.topology)
         take_from_rank_zero(named)
 
-    def _check_alike(self, module: Module) -> None:
+    def _make_alike(self, module: Module) -> None:
         groups = self._parallel.process_groups
-        check_model(module, self._parallel.rank, lambda numbers: groups.largest(numbers, dist.group.WORLD))
+        make_alike(
+            module,
+            self._parallel.rank,
+            lambda numbers: groups.largest(numbers, dist.group.WORLD),
+            may_reorder=not is_sharded(module),
+        )
 
     # --- Held together -----------------------------------------------------------------------------------------------
 
@@ -85,7 +90,7 @@ class ModelWrapper:
         Raises:
             ConfigurationError: the module has other tensors on another rank.
         """
-        self._check_alike(module)
+        self._make_alike(module)
         if isinstance(self._parallel.options.model_parallel, FSDP):
             shard(module, self._parallel.mesh)
         self.sharded = module
