@@ -209,6 +209,7 @@ class ParallelState:
 
     @property
     def torch_members(self) -> Sequence[int]:
+        """Return `members`, as torch.distributed numbers them."""
         return self.members if self.registration is None else range(self.size)
 
     @property
@@ -250,6 +251,7 @@ class ParallelState:
 
     @property
     def replicas(self) -> int:
+        """Return the number of replicas of the model in this rank's group."""
         return len(self.members) // self.shards
 
     @property
@@ -296,6 +298,7 @@ class ParallelState:
 
     @property
     def has_replicas(self) -> bool:
+        """Return whether any group holds several replicas of a sharded model."""
         return self.is_sharded and any(len(members) > self.shards for members in self._compute_groups.groups)
 
     def make_groups(self, gather: Callable[[list[int]], list[list[int]]] | None = None) -> None:
@@ -316,12 +319,14 @@ class ParallelState:
         return list({id(group): group for group in map(self.process_groups.compute, topologies)}.values())
 
     def abandon_groups(self) -> None:
+        """Destroy this failed rank's `groups_inside`."""
         for topology in (self._compute_groups, self._alike, *self._parted):
             self.process_groups.abandon(topology)
         self._mesh = None
 
     @property
     def lost(self) -> tuple[int, ...]:
+        """Return the ranks that the server has reported as lost."""
         return self.control.lost if self.control else ()
 
     @property
@@ -331,6 +336,7 @@ class ParallelState:
 
     @property
     def has_joined(self) -> bool:
+        """Return whether this rank's group has joined a running run."""
         return self.joins_running_run and self.control is not None
 
     @property
@@ -341,11 +347,13 @@ class ParallelState:
 
     @property
     def live_groups(self) -> tuple[int, ...]:
+        """Return the numbers of the groups without a lost rank."""
         lost = set(self.lost)
         return tuple(g for g in self.topology.alive if not lost.intersection(self.topology.members(g)))
 
     @property
     def steps_at_worker(self) -> bool:
+        """Return whether the user's optimizer steps on every rank."""
         return self.method.steps_at == "worker"
 
     @property
@@ -355,6 +363,7 @@ class ParallelState:
 
     @property
     def server_address(self) -> str:
+        """Return the server's address; empty without one."""
         return self.control.address if self.control else ""
 
     @property
@@ -373,6 +382,7 @@ class ParallelState:
         return self.process_groups.compute(self.holders)
 
     def split_of(self, part: Part, servers: int) -> Partition:
+        """Return the division of an optimizer's parameters over so many servers."""
         if servers == 1:
             return Partition.whole(part.replica.layout)
         at_servers = None if self.steps_at_worker else part.optimizer
@@ -380,10 +390,12 @@ class ParallelState:
 
     @property
     def joined(self) -> Control:
+        """Return the connection to the server, which this rank has joined."""
         assert self.control is not None
         return self.control
 
     def empty(self, nbytes: int) -> Tensor:
+        """Return memory for exchanges with the server: see `Control.empty`."""
         return self.joined.empty(nbytes)
 
     def learn_names(self, module: Module) -> None:
@@ -433,4 +445,5 @@ class ParallelState:
         return unpack(packed, torch.tensor([*values], dtype=torch.uint8), copy=True)
 
     def barrier(self) -> None:
+        """Wait until all live ranks call this."""
         dist.barrier(self.process_groups.live)  # by torch's frame `user_collective_of` finds the user's call
