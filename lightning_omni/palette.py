@@ -28,7 +28,7 @@ YOURS = "#aa4499"
 GREY = "#767676"
 """All other meanings."""
 FAINT = "#c8c8c8"
-"""Training losses."""
+"""Lines in the background."""
 
 QUANTITY = "cividis"
 """Colour map of a time or a staleness, shown with a colour bar."""

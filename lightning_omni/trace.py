@@ -16,13 +16,8 @@ import numpy as np
 from lightning_omni.checks import counted, plain
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.palette import (
-    EXPECTED,
-    FAINT,
     GREY,
-    MEASURED,
-    PROPORTIONAL,
     QUANTITY,
-    YOURS,
     can_draw,
     line_styles,
     method_colours,
@@ -236,7 +231,7 @@ class Trace:
         return "virtual time / s" if "cluster" in self.meta else "time / s"
 
     def plot(self, path: str | Path, title: str = "") -> None:
-        """Draw the run: loss and metrics over time and over updates, staleness, and the groups' pushes.
+        """Draw the run as `plot_comparison` does.
 
         Args:
             path: the image file, in the format of its suffix.
@@ -257,59 +252,31 @@ def reaches(metric: str, reading: float, value: float) -> bool:
 
 
 def figure_of(trace: Trace, title: str = "") -> Any:
-    figure = new_figure(11, 7.4)
-    (over_time, over_updates), (histogram, timeline) = figure.subplots(2, 2)
-    _draw_course(over_time, trace, "time", trace.time_axis)
-    _draw_course(over_updates, trace, "update", "updates")
+    name = trace.meta.get("name") or trace.meta.get("method", {}).get("name", "run")
+    text = f"{trace.updates} updates in {trace.seconds:.4g} s{' of virtual time' * ('cluster' in trace.meta)}"
+    return comparison_of({name: trace}, f"{text}; {title}" if title else text)
+
+
+def _draw_pushes(figure: Any, histogram: Any, timeline: Any, trace: Trace) -> None:
     counts = trace.staleness_histogram()
     histogram.bar(range(len(counts)), counts, width=0.9, color=GREY)
     histogram.set(xlabel="staleness / updates", ylabel="pushes", title=f"mean staleness {trace.mean_staleness:.3g}")
     histogram.xaxis.get_major_locator().set_params(integer=True)
-    _draw_pushes(timeline, trace, figure)
-    name, lr = trace.meta.get("name", ""), trace.meta.get("lr")
-    rate = "" if lr is None else f", lr {lr:.3g}"
-    text = f"{trace.updates} updates in {trace.seconds:.4g} s{' of virtual time' * ('cluster' in trace.meta)}"
-    figure.suptitle("\n".join(filter(None, (f"{name}{rate}: {text}" if name else text, title))), fontsize="medium")
-    return figure
-
-
-def _draw_pushes(axes: Any, trace: Trace, figure: Any) -> None:
     shown = trace.rows["time"] <= trace.rows["time"][:_PUSHES].max(initial=0)
     times, groups, staleness = (trace.rows[name][shown] for name in ("time", "group", "staleness"))
-    points = axes.scatter(times, groups, s=5, c=staleness, cmap=QUANTITY)
+    points = timeline.scatter(times, groups, s=5, c=staleness, cmap=QUANTITY)
     first = "" if shown.all() else f"the first {int(shown.sum())} "
-    axes.set(xlabel=trace.time_axis, ylabel="group", title=f"{first}pushes".capitalize())
-    axes.yaxis.get_major_locator().set_params(integer=True)
+    timeline.set(xlabel=trace.time_axis, ylabel="group", title=f"{first}pushes".capitalize())
+    timeline.yaxis.get_major_locator().set_params(integer=True)
     if len(staleness):
-        bar = figure.colorbar(points, ax=axes, label="staleness / updates", aspect=30)
+        bar = figure.colorbar(points, ax=timeline, label="staleness / updates", aspect=30)
         bar.locator.set_params(integer=True)
-
-
-def _draw_course(axes: Any, trace: Trace, over: str, unit: str) -> None:
-    if len(trace.rows["loss"]):
-        axes.plot(*_course(trace, "training loss", over), color=FAINT, label="training loss")
-    axes.set(xlabel=unit, ylabel="loss")
-    axes.grid(color="0.92")
-    metrics = _metrics_of([trace])
-    others = [name for name in metrics if "loss" not in name]
-    right = axes.twinx() if others else axes
-    colours = dict(zip(metrics, (MEASURED, EXPECTED, PROPORTIONAL, YOURS), strict=False))
-    for name in metrics:
-        drawn = right if name in others else axes
-        label = f"{name} (right)" if name in others else name
-        drawn.plot(*_course(trace, name, over), marker=".", color=colours.get(name, GREY), label=label)
-    if others:
-        right.set_ylabel(", ".join(others))
-    handles = [*axes.get_lines(), *(right.get_lines() if others else ())]
-    (right if others else axes).legend(handles, [line.get_label() for line in handles], loc="best", fontsize="small")
 
 
 def _metrics_of(traces: Iterable[Trace]) -> list[str]:
     names = dict.fromkeys(name for trace in traces for name in trace.evaluated)
     return [name for name in names if name not in ("time", "update", "samples")][:_MOST_METRICS]
 
-
-# --- A picture of several ---------------------------------------------------------------------------------------------
 
 _MOST_METRICS = 4
 _PUSHES = 2000
@@ -320,6 +287,8 @@ def plot_comparison(
     traces: Mapping[str, Trace], path: str | Path, title: str = "", target: tuple[str, float] | None = None
 ) -> None:
     """Draw several runs over time and updates: four metrics at most, and the training loss if none is ``"loss"``.
+
+    Of one run, its staleness and pushes are drawn, too.
 
     Args:
         traces: the runs by name; a method's name sets the colour.
@@ -338,12 +307,14 @@ def plot_comparison(
 def comparison_of(traces: Mapping[str, Trace], title: str = "", target: tuple[str, float] | None = None) -> Any:
     metrics = _metrics_of(traces.values())
     shown = metrics if "loss" in metrics else ["training loss", *metrics]
-    figure = new_figure(11, 1.4 + 3.2 * len(shown))
+    rows = len(shown) + (len(traces) == 1)
+    figure = new_figure(11, 1.4 + 3.2 * rows)
     counts = [len(trace.meta.get("groups", ())) for trace in traces.values()]
     styles = line_styles(method_colours(list(traces), counts))
     axis = next(iter(traces.values())).time_axis
-    panels = figure.subplots(len(shown), 2, squeeze=False, sharey="row")
-    for name, (over_time, over_updates) in zip(shown, panels, strict=True):
+    panels = figure.subplots(rows, 2, squeeze=False)
+    for name, (over_time, over_updates) in zip(shown, panels, strict=False):
+        over_updates.sharey(over_time)
         for axes, over, unit in ((over_time, "time", axis), (over_updates, "update", "updates")):
             for place, ((label, trace), style) in enumerate(zip(traces.items(), styles, strict=True)):
                 course = _course(trace, name, over)
@@ -358,6 +329,8 @@ def comparison_of(traces: Mapping[str, Trace], title: str = "", target: tuple[st
         _tell_apart(over_updates, traces.values())
         over_time.set_ylabel(name)
         _leave_out_divergence(over_time, traces.values(), name)
+    if len(traces) == 1:
+        _draw_pushes(figure, *panels[-1], *traces.values())
     handles, labels = figure.axes[0].get_legend_handles_labels()
     figure.legend(handles, labels, loc="outside lower center", ncols=min(3, len(labels)), fontsize="small")
     if title:

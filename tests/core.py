@@ -21,6 +21,7 @@ from lightning_omni.methods.contract import Total as Total
 from lightning_omni.methods.model.fragments import read as read
 from lightning_omni.methods.model.fragments import write as write
 from lightning_omni.methods.model.replica import copies as copies
+from lightning_omni.methods.model.replica import load_optimizer_state as load_optimizer_state
 from lightning_omni.methods.model.server_optimizer import Master as Master
 from lightning_omni.methods.model.server_optimizer import describe as describe
 from lightning_omni.methods.model.server_optimizer import hyperparameters_of as hyperparameters_of
@@ -39,7 +40,6 @@ from lightning_omni.server.service import Payload as Payload
 from lightning_omni.server.service import as_tensor as as_tensor
 from lightning_omni.server.service import nbytes_of as nbytes_of
 from lightning_omni.simulator import replay as replay
-from lightning_omni.simulator.server import InMemoryConnections as InMemoryConnections
 from lightning_omni.simulator.workbench import Samples as Samples
 from lightning_omni.strategy import both_namespaces as both_namespaces
 from lightning_omni.strategy.arguments import SERVER as SERVER

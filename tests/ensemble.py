@@ -36,6 +36,7 @@ from core import (
     handshake,
     hyperparameters_of,
     pack,
+    read,
     registry,
     unpack,
 )
@@ -142,6 +143,23 @@ class Ensemble:
         )
         self.control(0, form, m.GroupsFormed)
         first.seed()
+        if stands_for > 1:
+            self._stand_for(stands_for)
+
+    def _stand_for(self, servers: int) -> None:
+        """The one server cuts fragments out of the shares of several, as groups do."""
+        [served] = self.cores[0].store.all
+        layout = served.layout = msgspec.structs.replace(served.layout, servers=servers)
+        served._layouts = {len(layout.specs): layout}
+        master, side = served.master, served.method_side
+
+        def cut(fragments: int) -> None:
+            several = range(fragments) if fragments > 1 else ()
+            parts = [read(master.weights(), layout.pieces(number, fragments)) for number in several]
+            master._fragments = [list(map(Parameter, part)) for part in parts] or [list(master.parameters.values())]
+
+        master.cut = cut  # type: ignore[assignment, method-assign, unused-ignore]
+        served.method_side = side.method.server_side(master, side.groups)
 
     def begin(
         self,
@@ -341,7 +359,6 @@ class Group:
                 "optimizer": self.split.described(description, server),
                 "weights": {spec.name: weight for spec, weight in zip(specs, weights, strict=True)},
                 "clock": 0,
-                "servers": self.stands_for,
             }
             packed, buffer = pack({"parts": [part]})
             said.append(Outgoing(m.UploadWeights(packed=packed, nbytes=buffer.numel()), buffer))

@@ -22,7 +22,6 @@ from core import (
     Address,
     Control,
     Data,
-    InMemoryConnections,
     Layout,
     Out,
     Payload,
@@ -110,6 +109,34 @@ class InMemory(Transport, frozen=True, kw_only=True, tag="in_memory"):
     ) -> InMemoryControl:
         self.check_address(address)
         return InMemoryControl(self.servers[address], key, run, rank, world_size, layout, on_end)
+
+
+class InMemoryConnections:
+    """The connections of all ranks to a server in this process.
+
+    Attributes:
+        now: seconds on a monotonic clock, set by the driver.
+    """
+
+    def __init__(self, core: ServerCore) -> None:
+        self.core = core
+        self.now = 0.0
+
+    def control(self, rank: int, message: m.Message, payload: bytes = b"") -> list[Out]:
+        """Send a rank's message on its control connection; return the server's messages to any ranks.
+
+        The returned tensors are valid until the next message.
+        """
+        return self.core.receive(m.CONTROL, b"c%d" % rank, message, payload, self.now)
+
+    def data(self, rank: int, message: m.Message, payload: Payload = b"") -> list[Out]:
+        return self.core.receive(m.DATA, b"d%d" % rank, message, payload, self.now)
+
+    def hang_up(self, rank: int) -> list[Out]:
+        return self.core.hang_up(b"c%d" % rank)
+
+    def rank_of(self, peer: bytes) -> int:
+        return int(peer[1:])
 
 
 class InMemoryServer:

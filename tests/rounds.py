@@ -4,13 +4,25 @@ from __future__ import annotations
 
 import heapq
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
 import msgspec
 import torch
-from core import GroupCore, Layout, Memory, Outgoing, Partition, ServerRequest, Total, hyperparameters_of, pack, unpack
+from core import (
+    GroupCore,
+    Layout,
+    Memory,
+    Outgoing,
+    Partition,
+    ServerRequest,
+    Total,
+    hyperparameters_of,
+    load_optimizer_state,
+    pack,
+    unpack,
+)
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
@@ -75,6 +87,13 @@ def lent(tensors: Sequence[Tensor | None]) -> Iterator[list[Any]]:
     for tensor in given:
         if tensor is not None:
             tensor.fill_(torch.nan)
+
+
+def load(replica: Replica, state: Mapping[str, Any]) -> None:
+    """Restores what `Replica.state` returned."""
+    replica.load(Pulled(state["weights"], int(state["clock"])))
+    replica.memory = dict(state["memory"])
+    load_optimizer_state(replica.optimizer, state["optimizer"])
 
 
 class Cluster:
@@ -326,7 +345,7 @@ class Cluster:
     def _load(self, state: dict[str, Any]) -> None:
         self.side.load_state(state["side"])
         for replica, theirs in zip(self.replicas, state["replicas"], strict=True):
-            replica.load_state(theirs)
+            load(replica, theirs)
         self.published = dict(state["published"])
         for inbox, theirs in zip(self.inboxes, state["inboxes"], strict=True):
             inbox.load_state(theirs)

@@ -146,6 +146,8 @@ class Launcher(OmniLauncherHooks):
         validate_settings, creates_processes_externally = staticmethod(lambda **_: None), False
         node_rank = local_rank = staticmethod(lambda: 1)
     def _call_children_scripts(self): self.procs = [subprocess.Popen(child)]
+
+class Launching:
     def on_death(self, rank, code): return False
     def is_writing(self): return False
     def failures(self): return ()
@@ -168,6 +170,7 @@ else:
     launcher.GRACE = 60.0  # on a busy machine, the child takes a while to start
     child = [sys.executable, "-c", f"import time; time.sleep({{int(not first)}}); raise SystemExit({{end}})"]
     rank_0 = Launcher()
+    rank_0.launching = Launching()
     rank_0.launch(print, "the fit")
     if first:
         rank_0.procs[0].wait()

@@ -234,10 +234,8 @@ UNLIKE_SETTINGS = {
     "other exchanges": "setting overlap is True on rank 1, and False on rank 0",
     "another server": "setting server is 'tcp://127.0.0.1:5555' on rank 1, and None on rank 0",
 }
-MISPLACED = {"LIGHTNING_OMNI_GROUPS": "2", "LIGHTNING_OMNI_METHOD": "hardsync"}
 FORGOTTEN = {
-    f"no OmniOptimizer steps, {each}": {"stepped": each}
-    for each in ("the optimizer", "one of two", "a stranger", "by hand")
+    f"no OmniOptimizer steps, {each}": {"stepped": each} for each in ("the optimizer", "one of two", "a stranger")
 }
 SHORT = {each: {"short": each} for each in ("diloco:period=9", "downpour:n_push=9,n_fetch=9", "diloco:period=2")}
 CHANGED = {each: {"changed": each} for each in ("unfrozen", "wrapped again")}
@@ -245,7 +243,6 @@ WITHOUT_STEPS = {f"steps {each}": {"stepped": each} for each in ("on one rank", 
 REGROUPED = {f"regrouped, {groups} groups before": {"regrouped": groups} for groups in (1, 2)}
 THEN_ONE = {f"one group after two, {each}": {"first": each} for each in ("async_sgd", "local_sgd:period=4")}
 DISCARDED = {f"a state, {each}": {"discarded": each} for each in ("clear", "pop", "set", "write", "read")}
-OUTSIDE = {f"outside, {each} DDP": {"outside": f"{each} DDP"} for each in ("with", "without")}
 MERGED = {f"statistics, {each}": {"merged": each == "merged"} for each in ("merged", "not merged")}
 LOADED = {
     f"loaded, {each}": {"last": each}
@@ -303,10 +300,9 @@ def plain_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]
 def changing_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     """What each rank found in loops with more than weights, or with other groups in the middle."""
     loops: dict[str, dict[str, Any]] = {**BESIDE, **LAID, **REGROUPED, **UNLIKE, **FORGOTTEN, **WITHOUT_STEPS}
-    loops |= {**THEN_ONE, **SHORT, **THEN_DDP, **DISCARDED, **OUTSIDE, "alone": {"alone": 0}}
+    loops |= {**THEN_ONE, **SHORT, **THEN_DDP, **DISCARDED, "alone": {"alone": 0}}
     loops |= {"trains on alone": {"alone": 0, "goes_on": True}, "generated": {"generated": 3}}
     loops["compiled"] = {"compiled": 1}
-    loops |= {f"repeated, {each}": {"repeated": each} for each in ("async_sgd", "local_sgd:period=1")}
     loops |= {
         **MERGED,
         **LOADED,
@@ -316,8 +312,6 @@ def changing_loops(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, A
         "inferred": {"inferred": "downpour:n_push=2,n_fetch=2"},
         "forked": {"forked": "of a fork"},
         **{f"before, {each}": {"before": each} for each in ("nodes", "an option", *WRONG_NODES, *UNLIKE_SETTINGS)},
-        "misplaced": {"misplaced": MISPLACED},
-        "spelled otherwise": {"misplaced": {"LIGHTNING_OMNI_METHOD": "async_sgd:bound=null"}},
         **{f"sampled {each}": {"sampled": each} for each in ("inside", "asks", "before")},
         **{f"inner, {groups}": {"inner": groups} for groups in (1, 2)},
         "nested": {"nested": 2},
@@ -388,7 +382,7 @@ def test_a_loop_in_which_weights_move_without_an_omni_optimizer_is_refused_with_
 ) -> None:
     for each in changing_loops:
         assert "optimizer = OmniOptimizer(optimizer, world)" in each[name]
-        assert ("SGD" in each[name]) == (name != "no OmniOptimizer steps, by hand")
+        assert "SGD" in each[name]
 
 
 @pytest.mark.parametrize("name", LOADED)
@@ -477,15 +471,6 @@ def test_a_loop_of_plain_ddp_after_one_of_several_groups_begins_with_one_optimiz
     assert not other[3]
 
 
-@pytest.mark.parametrize("name", OUTSIDE)
-def test_a_step_outside_of_a_loop_that_trains_a_model_of_each_group_is_warned_of_once(
-    changing_loops: list[dict[str, Any]], name: str
-) -> None:
-    one, other = (each[name] for each in changing_loops)
-    assert ["each group trains a model of its own" in each for each in one] == [True] * (name == "outside, without DDP")
-    assert not other
-
-
 @pytest.mark.parametrize("name", DISCARDED)
 def test_a_state_that_is_discarded_in_place_is_refused_in_a_step_and_carried_where_groups_synchronize(
     changing_loops: list[dict[str, Any]], name: str
@@ -496,7 +481,6 @@ def test_a_state_that_is_discarded_in_place_is_refused_in_a_step_and_carried_whe
     assert one["states"] == [[True, True], left]
     for each in (one, other):
         assert ("the state of SGD was loaded or given up between two steps" in each["refused"]) != is_read
-    assert is_read == any("optimizer.state of SGD is read while" in each for each in one["said"])
     assert one.get("written", [[1.0] * 4]) == [[1.0] * 4]
 
 
@@ -514,14 +498,6 @@ def test_a_rank_that_trains_on_alone_where_the_other_ends_is_told_what_each_call
     for each in changing_loops:
         assert "called enter_compute()" in each["trains on alone"]
         assert "called the end of training" in each["trains on alone"]
-
-
-@pytest.mark.parametrize("method", ["async_sgd", "local_sgd:period=1"])
-def test_of_a_second_world_for_the_same_module_nothing_is_said(
-    changing_loops: list[dict[str, Any]], method: str
-) -> None:
-    """Its steps are no steps outside of the first one's loop."""
-    assert [each[f"repeated, {method}"] for each in changing_loops] == [[], []]
 
 
 def test_a_loop_in_a_generator_that_is_left_ends_as_by_a_break(changing_loops: list[dict[str, Any]]) -> None:
@@ -704,13 +680,6 @@ def test_a_sampler_with_which_each_group_trains_all_samples_is_named(changing_lo
         assert ["each of the 2 groups trains all samples" in each for each in one["said"]] == [True] * (times == 2)
 
 
-def test_an_environment_variable_that_only_the_strategy_reads_is_named(changing_loops: list[dict[str, Any]]) -> None:
-    one, other = (each["misplaced"] for each in changing_loops)
-    assert other == []
-    assert [each["spelled otherwise"] for each in changing_loops] == [[], []]
-    assert one[0].startswith("LIGHTNING_OMNI_METHOD in the environment is read by OmniStrategy alone")
-
-
 @pytest.mark.parametrize("groups", [1, 2])
 def test_a_second_world_inside_a_loop_is_refused_and_the_loop_goes_on(
     changing_loops: list[dict[str, Any]], groups: int
@@ -743,13 +712,13 @@ def test_a_frozen_weight_that_a_group_writes_between_two_fetches_stays_as_it_is(
     assert [each["target"] for each in changing_loops] == [[7.0] * 9, [8.0] * 9]
 
 
-def test_an_optimizer_that_holds_its_parameters_in_another_order_on_one_rank_trains_each_as_the_others_do(
+def test_an_optimizer_that_holds_its_parameters_in_another_order_on_one_rank_is_refused(
     changing_loops: list[dict[str, Any]],
 ) -> None:
     """Two layers are of one shape: without their names, each rank's first would be the other's second."""
-    one, other = (each["unlike, an order"] for each in changing_loops)
+    one, other = (each["unlike, an order"]["error"] for each in changing_loops)
     assert one == other
-    assert one["wrapped"] == one["began"] != one["ended"]
+    assert "rank 1 has parameter 1.bias in parameter group 0 of optimizer 0 where rank 0 has parameter 0.weight" in one
 
 
 @pytest.mark.parametrize("name", REGROUPED)
@@ -826,8 +795,7 @@ def test_a_loop_that_is_interrupted_in_one_member_of_a_group_and_catches_it_keep
 ) -> None:
     for each in left_loops:
         assert (each["alike"], each["alike again"]) == ("", "")
-        assert "rank 1 was interrupted (Ctrl-C) after 6 steps and has left its loop" in each["alone"]
-        assert "catch KeyboardInterrupt outside" in each["alone"]
+        assert "rank 1 has left its loop after 6 steps, and rank 0 waits for it in a further step" in each["alone"]
 
 
 def test_a_loop_after_one_that_failed_trains_although_the_script_still_holds_the_model_of_that_one(

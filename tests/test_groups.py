@@ -332,7 +332,7 @@ def test_running_statistics_are_the_mean_over_groups_and_other_buffers_those_of_
         assert each["is_full"] is True
         assert each["codes"] == [1.0, 1.0, 1.0]  # a frozen parameter that the module writes
         assert each["running_mean"] == [0.5, 0.5]
-        assert each["batches_tracked"] > 1000  # of the group that has counted most
+        assert each["batches_tracked"] < 1000  # of the recorder's group
 
 
 def test_running_statistics_that_are_not_finite_in_one_group_do_not_spoil_those_of_the_others(trained: Run) -> None:

@@ -233,7 +233,7 @@ import signal, subprocess, sys
 from lightning_omni.strategy import launcher
 
 class Asked:
-    def can_continue(self, rank, code):
+    def on_death(self, rank, code):
         return False
 
     def is_writing(self):
@@ -246,7 +246,7 @@ launcher.GRACE, asked = 0.1, Asked()
 INTERRUPTED_WHILE_IT_STARTS = f"""{ASKED}
 kill = "import os, signal; os.kill(os.getpid(), signal.SIGINT)"
 child = subprocess.Popen([sys.executable, "-c", kill], stderr=subprocess.DEVNULL)
-observer = launcher.ChildObserver([child], asked.can_continue, asked.is_writing)
+observer = launcher.ChildObserver([child], asked)
 observer.start()
 observer.join(60)
 """
@@ -254,7 +254,7 @@ observer.join(60)
 
 FAILED_WITHOUT_A_STRATEGY = f"""{ASKED}
 child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(0.5); raise SystemExit(3)"])
-observer = launcher.ChildObserver([child], asked.can_continue, asked.is_writing)
+observer = launcher.ChildObserver([child], asked)
 del asked
 observer.start()
 observer.join(60)

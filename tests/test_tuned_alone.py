@@ -135,31 +135,6 @@ def test_a_fit_without_an_optimizer_is_not_tuned_and_says_why() -> None:
     assert tuner.problem == "configure_optimizers returns no optimizer, so that nothing is trained"
 
 
-class OwnPeak(torch.optim.lr_scheduler.LRScheduler):
-    """A schedule that keeps its peak under a name of its own."""
-
-    peak = 0.01
-
-    def get_lr(self) -> list[Any]:
-        return [self.peak * 0.99**self.last_epoch for _ in self.base_lrs]
-
-
-def test_a_fit_whose_schedule_does_not_follow_a_rate_that_is_chosen_is_not_tuned_and_says_why() -> None:
-    class Scheduled(Line):
-        def configure_optimizers(self) -> Any:
-            optimizer = super().configure_optimizers()
-            return [optimizer], [{"scheduler": OwnPeak(optimizer), "interval": "step"}]
-
-    tuner = tuner_of()
-    trainer = trainer_of(tuner)
-    trainer.fit(Scheduled())
-    assert "the schedule of OwnPeak does not follow a learning rate that is chosen" in tuner.problem
-    [optimizer] = trainer.optimizers
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.01 * 0.99**64)
-    assert not tuner.searches
-    assert trainer.current_epoch == 2
-
-
 def test_a_run_that_is_saved_while_it_is_timed_again_is_timed_again_when_it_goes_on(tmp_path: Path) -> None:
     class TimesAgain(pl.Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
@@ -448,7 +423,7 @@ def test_a_schedule_on_a_validations_metric_is_stepped_alike_in_an_epoch_that_en
 def test_limits_of_numpy_are_plain_numbers() -> None:
     strategy = OmniStrategy(groups=1)
     trainer_of(strategy=strategy, max_steps=np.int64(3)).fit(Line())
-    assert type(strategy.parts.epochs.run.max_steps) is int
+    assert type(strategy.parts.epochs.run.limits.max_steps) is int
 
 
 def test_a_strategy_ends_its_fit_where_a_plugin_cannot_end() -> None:

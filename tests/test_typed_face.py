@@ -196,6 +196,6 @@ def test_every_method_that_overrides_one_of_lightning_says_so() -> None:
     methods = {name: (value, overrides) for kind in of_lightning() for name, value, overrides in overriding(kind)}
     hooks = {name for name, (value, overrides) in methods.items() if overrides and not isinstance(value, type)}
     assert {"OmniStrategyHooks.setup", "OmniTunerHooks.on_fit_start", "DeviceTunerHooks.setup"} < hooks
-    assert {"OmniLauncherHooks.launch", "WholeFileHooks.save_checkpoint"} < hooks
+    assert {"OmniLauncherHooks.launch", "OmniProcessesHooks.launch"} < hooks
     assert {"OmniStrategyHooks.distributed_sampler_kwargs", "OmniStrategyHooks._configure_launcher"} < hooks
     assert not {name for name in hooks if not says_override(methods[name][0])}

@@ -23,8 +23,7 @@ from lightning_omni.cli.console import (
     print_line,
     print_sentence,
     show,
-    table_of,
-    tall_table_of,
+    show_table,
 )
 from lightning_omni.cli.simulate_settings import SimulationSettings
 from lightning_omni.cli.units import (
@@ -111,11 +110,7 @@ def compare(
     if json:
         print_line(dumps(found.to_dict()))
         return 0
-    rows = [row.cells for row in found.rows]
-    show(
-        table_of(rows, ("", "setting"), title=found.title, bold=found.best),
-        tall_table_of(rows, title=found.title),
-    )
+    show_table([row.cells for row in found.rows], ("", "setting"), found.title, found.best)
     print_sentence(found.verdict)
     print_line(found.snippet)
     if found.tuned_snippet:
@@ -126,7 +121,6 @@ def compare(
 
 
 def _speeds(text: str) -> tuple[float, ...]:
-    """Return the speeds of ``"1,1,0.25"`` or ``"4x1,2x0.5"``."""
     found: list[float] = []
     try:
         for part in text.split(","):
@@ -187,7 +181,7 @@ def plan(
     rate = None if bandwidth is None else rate_of("--bandwidth", bandwidth)
     delay = None if latency is None else seconds_of("--latency", latency)
     # Imported here, so that --help does not wait for torch.
-    from lightning_omni.cli.plan import exchanges_of, tables
+    from lightning_omni.cli.plan import exchanges_of
     from lightning_omni.tuning.model.forecast import Setting
     from lightning_omni.tuning.report import TuningReport
     from lightning_omni.tuning.report import plan as of
@@ -202,7 +196,8 @@ def plan(
     given |= {"per_node": True} if per_node else {}
     ways = exchanges_of(search, method, compression, period, all_reduce)
     planned = of.Plan(search, given, own, ways)
-    show(*tables(planned, samples))
+    rows, title, best = of.rows(planned, samples), of.title(planned), planned.rows.index(planned.best)
+    show_table(rows, ("batches", "exchange", "bottleneck"), title, best)
     for line in of.sentences(planned, samples):
         print_sentence(line)
     return 0
@@ -320,7 +315,10 @@ def serve(
     from lightning_omni.cli.serve import Options, stand
     from lightning_omni.methods.model.modules import module_resolver
     from lightning_omni.methods.model.server_optimizer import resolver
+    from lightning_omni.registry import to_wire
+    from lightning_omni.transport import registry
     from lightning_omni.transport.serving.process import ServerSettings
+    from lightning_omni.transport.zeromq import ZeroMQ
     from lightning_omni.transport.zeromq.keys import load_or_create
 
     for option, given in (("--host", host), ("--http-host", http_host)):
@@ -354,7 +352,9 @@ def serve(
         allow_modules=_listed("--allow-module", allow_module),
         methods=_listed("--method", method),
         wire_formats=_listed("--wire-format", wire_format),
+        transport=to_wire(registry.load(transport)() if transport else ZeroMQ(encryption=encryption)),
         transports=(transport,) if transport else (),
+        data_port=data_port,
         servers=servers,
         number=number,
         coordinator=coordinator,
@@ -371,7 +371,7 @@ def serve(
         resolver(settings.allow_optimizers)(path)
     for path in settings.allow_modules:
         module_resolver(settings.allow_modules)(path)
-    options = Options(here, data_port, encryption, once, http, http_host, where)
+    options = Options(here, once, http, http_host, where)
     return stand(settings, options, Console(stderr=True))
 
 
@@ -430,7 +430,7 @@ def _check_state(servers: int, record: Path | None, transport: str, port: int) -
 def doctor(address: str, key_file: Path | None = None, mb: float = 100.0, encryption: str = "curve") -> int:
     """Check and measure the connection from this machine to a parameter server.
 
-    It checks ports, key, versions, clock, latency, and bandwidth, for at least 0.7 s in each direction, and predicts
+    It checks ports, key, versions, latency, and bandwidth, for at least 0.7 s in each direction, and predicts
     the time of an exchange. It does not join the run. The exit status is 1 if a check failed, else 0.
 
     Args:
@@ -441,11 +441,12 @@ def doctor(address: str, key_file: Path | None = None, mb: float = 100.0, encryp
         encryption: "curve" or "off", the same as the server's.
     """
     check_above_zero({"mb": mb})
-    with command_output() as tell:
-        tell.wait_for("this program to load")
+    with command_output() as output:
+        _, wait_for = output
+        wait_for("this program to load")
         from lightning_omni.cli.doctor import Checkup, examine  # here, so that --help does not wait for torch
 
-        checkup = Checkup(tell)
+        checkup = Checkup(output)
         examine(checkup, address, key_file, mb, encryption)
     for sentence in checkup.sentences():
         show(sentence)

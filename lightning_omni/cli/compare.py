@@ -14,7 +14,7 @@ from typing_extensions import override
 from lightning_omni.checks import check_number, counted
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import method_named, text_of, with_period
-from lightning_omni.tuning.model.convergence import Estimate
+from lightning_omni.tuning.model.estimate import Estimate
 from lightning_omni.tuning.model.forecast import Scaling, Setting
 from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Profile
@@ -41,15 +41,10 @@ bucket; and the bytes of that bucket."""
 class DescribedMachines:
     """A description of machines and of a training step.
 
+    The fields are the options of `commands.compare`, in seconds and bytes; ``nbytes`` are its ``model_size``,
+    bandwidths its links.
+
     Args:
-        speeds: relative speed of each rank; one of speed 1 takes ``step``.
-        step: seconds of forward and backward pass.
-        nbytes: bytes of the weights, as float32.
-        bandwidth: bytes per second of the links.
-        latency: seconds of one message, as ``site_latency`` between sites.
-        sites: number of sites, among which the ranks are divided in order.
-        site_bandwidth: bytes per second between sites; None for ``bandwidth``.
-        scatter: coefficient of variation of a rank's step times.
         serve_per_byte: seconds of a server's update for a byte of the weights.
         backward: part of a step in which DDP hides its all-reduce but for the last bucket.
 
@@ -323,7 +318,6 @@ class MachineComparison:
 
     @property
     def ddp_step(self) -> str:
-        """Return the times in DDP's step, which limit what any other way to train can gain."""
         known = self.machines
         computed, exposed = known.step / min(known.speeds), known.exposed
         alone = known.batch_size * sum(known.speeds) / known.step

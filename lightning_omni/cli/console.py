@@ -8,7 +8,6 @@ from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from tempfile import TemporaryFile
-from typing import NamedTuple
 
 from rich.console import Console, RenderableType
 from rich.table import Column, Table
@@ -37,14 +36,15 @@ def show(wide: RenderableType, tall: RenderableType | None = None) -> None:
     console.print(wide if tall is None or needed <= console.width else tall)
 
 
-def table_of(
-    rows: Sequence[Mapping[str, str]],
-    left: Container[str],
-    heads: Sequence[str] = (),
-    title: str | None = None,
-    bold: int | None = None,
-) -> Table:
-    heads = heads or list(dict.fromkeys(head for row in rows for head in row))
+def show_table(
+    rows: Sequence[Mapping[str, str]], left: Container[str], title: str | None = None, bold: int | None = None
+) -> None:
+    """Print rows by their heads, or upright where that does not fit; columns ``left`` are of text."""
+    show(_table_of(rows, left, title, bold), _tall_table_of(rows, title))
+
+
+def _table_of(rows: Sequence[Mapping[str, str]], left: Container[str], title: str | None, bold: int | None) -> Table:
+    heads = list(dict.fromkeys(head for row in rows for head in row))
     table = Table(
         *(
             Column(head, overflow="fold") if head in left else Column(head, justify="right", no_wrap=True)
@@ -57,7 +57,7 @@ def table_of(
     return table
 
 
-def tall_table_of(rows: Sequence[Mapping[str, str]], title: str | None = None) -> Table:
+def _tall_table_of(rows: Sequence[Mapping[str, str]], title: str | None) -> Table:
     first, *heads = dict.fromkeys(head for row in rows for head in row)
     columns = [Column(Text(row[first]), justify="right", overflow="fold") for row in rows]
     table = Table(Column(first, no_wrap=True), *columns, title=title)
@@ -77,16 +77,12 @@ def print_sentence(sentence: str) -> None:
 
 
 def log(console: Console, line: str, style: str | None = None, highlight: bool | None = None) -> None:
-    """Print an unbroken line, or drop it if the output fails."""
     with suppress(OSError, SystemExit):  # rich ends the program if a pipe has lost its reader
         console.print(line, style=style, soft_wrap=True, markup=False, highlight=highlight)
 
 
-class CommandOutput(NamedTuple):
-    """Functions that print a result, and that announce the next wait."""
-
-    show: Callable[[RenderableType], None]
-    wait_for: Callable[[str], None]
+CommandOutput = tuple[Callable[[RenderableType], None], Callable[[str], None]]
+"""Functions that print a result, and that announce the next wait."""
 
 
 @contextmanager
@@ -95,7 +91,7 @@ def command_output() -> Iterator[CommandOutput]:
     console = _output()
     with console.status("") as status:  # nothing without a terminal
         result = console.print if console.is_terminal else show
-        yield CommandOutput(result, lambda what: status.update(Text(f"waiting for {what}")))
+        yield result, lambda what: status.update(Text(f"waiting for {what}"))
 
 
 def _output() -> Console:

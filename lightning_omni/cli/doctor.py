@@ -36,8 +36,6 @@ UNDER_WAY = {"to": 192, "from": 8}
 """Pieces that travel at a time, 6 to 8 MB in total: fewer than the server queues, and enough for most links."""
 WIRES = ("fp32", "bf16", "int8", "topk:0.01")
 """Wire formats for which the time of an exchange is predicted."""
-MOST_SKEW = 1.0
-"""Seconds that two clocks may differ before the times in logs mislead."""
 _MARKS = {"ok": ("✓", "green"), "warning": ("!", "yellow"), "failed": ("✗", "red")}
 _WIDEST_STEP = len("bandwidth from it")
 _ALIKE = {"torch": 2, "lightning-omni": 3}
@@ -49,14 +47,11 @@ class Failed(Exception):
 
 
 class Checkup:
-    def __init__(self, tell: CommandOutput) -> None:
-        self._tell = tell
+    def __init__(self, output: CommandOutput) -> None:
+        self._print, self.wait_for = output
         self._remedies: list[str] = []
         self._expected: list[str] = []
         self.has_failed = False
-
-    def wait_for(self, what: str) -> None:
-        self._tell.wait_for(what)
 
     def found(self, step: str, what: str) -> None:
         self._show("ok", step, what)
@@ -66,7 +61,6 @@ class Checkup:
         self._remedies.append(f"{step}: {remedy}")
 
     def fail(self, step: str, what: str, remedy: str) -> Failed:
-        """Report a problem that prevents any run, and return the error to raise."""
         self._show("failed", step, what)
         self.has_failed = True
         self._remedies.append(f"{step}: {remedy}")
@@ -79,7 +73,7 @@ class Checkup:
         mark, style = _MARKS[kind]
         row = Table(Column(width=1), Column(width=_WIDEST_STEP), Column(), show_header=False, show_edge=False)
         row.add_row(Text(mark, style), Text(step), Text(what))
-        self._tell.show(row)
+        self._print(row)
 
     def sentences(self) -> Iterator[Text]:
         yield from (Text.from_markup(f"[yellow]do:[/yellow] {escape(each)}") for each in self._remedies)
@@ -101,7 +95,6 @@ def examine(checkup: Checkup, address: str, key_file: Path | None, mb: float, en
             _versions(checkup, server)
             if host:
                 _port(checkup, "data port", host, server.data_port)
-            _clock(checkup, observer)
             _run(checkup, observer)
             _measure(checkup, observer, server, mb)
         except OmniError as error:
@@ -201,7 +194,7 @@ def _observer(checkup: Checkup, address: str, key: bytes, encryption: str) -> Ob
 
 
 def _versions(checkup: Checkup, server: m.ServerDescription) -> None:
-    here, there = versions(), server.about.versions
+    here, there = versions(), server.versions
     names = ("lightning-omni", "torch", "pytorch-lightning", "lightning", "python")
     text = "; ".join(
         f"{name} {here.get(name, '-')}"
@@ -218,23 +211,6 @@ def _versions(checkup: Checkup, server: m.ServerDescription) -> None:
         checkup.warn("versions", text, f"install the same {' and '.join(other)} on both sides")
     else:
         checkup.found("versions", text)
-
-
-def _clock(checkup: Checkup, observer: Observer) -> None:
-    """Compare the clocks as NTP does, by the fastest of several requests."""
-    checkup.wait_for("five answers, for the clock")
-    asked = []
-    for _ in range(5):
-        began = time.time()
-        there = observer.describe().about.time
-        ended = time.time()
-        asked.append((ended - began, there - (began + ended) / 2))
-    took, ahead = min(asked)
-    text = f"the server's is {abs(ahead):.3f} s {'ahead' if ahead > 0 else 'behind'}, to {took / 2:.3f} s"
-    if abs(ahead) - took / 2 > MOST_SKEW:
-        checkup.warn("clock", text, "set both by NTP: the times in logs cannot be compared; training does not use them")
-    else:
-        checkup.found("clock", text)
 
 
 def _run(checkup: Checkup, observer: Observer) -> None:

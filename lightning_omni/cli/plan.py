@@ -1,4 +1,4 @@
-"""The options of ``lightning-omni plan`` about exchanges, and its table."""
+"""The options of ``lightning-omni plan`` about exchanges."""
 
 from __future__ import annotations
 
@@ -6,16 +6,10 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TypeVar
 
-from rich.console import Group
-from rich.table import Table
-
 from lightning_omni.checks import check_whole
-from lightning_omni.cli.console import table_of
 from lightning_omni.combinations import refuse_pairs
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import method_named, text_of
-from lightning_omni.tuning.report.plan import Plan, title
-from lightning_omni.tuning.report.plan import rows as rows_of
 from lightning_omni.tuning.search import Search, Space
 from lightning_omni.tuning.search.space import compression_named
 from lightning_omni.wire.compression import EXACT, all_reduce_of
@@ -66,15 +60,3 @@ def _as_option(option: str, read: Callable[[], _Read]) -> _Read:
     except ConfigurationError as error:
         _, equals, rest = str(error).partition("=")
         raise ConfigurationError(f"--{option}{equals}{rest}") from error
-
-
-def tables(planned: Plan, samples: float | None) -> tuple[Table, Group]:
-    """Return the table of a plan, and its three parts for narrow terminals."""
-    rows, heading, left = rows_of(planned, samples), title(planned), ("batches", "exchange", "bottleneck")
-    best = planned.rows.index(planned.best)
-    first, *heads = (head for head in rows[0] if head != "exchange")
-    parts = [["exchange"], heads[:4], heads[4:]]
-    tall = [
-        table_of(rows, left, [first, *part], None if place else heading, bold=best) for place, part in enumerate(parts)
-    ]
-    return table_of(rows, left, (), heading, bold=best), Group(*tall)

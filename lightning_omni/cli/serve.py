@@ -5,12 +5,13 @@ from __future__ import annotations
 import logging
 import signal
 import time
+from contextlib import ExitStack, closing
 from dataclasses import dataclass
 from datetime import datetime
 from itertools import takewhile
 from pathlib import Path
 from types import FrameType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -18,7 +19,6 @@ from rich.console import Console
 
 from lightning_omni.cli.console import INTERRUPTED, TERMINATED, log
 from lightning_omni.errors import quoted
-from lightning_omni.transport import registry
 from lightning_omni.transport.serving.http import StatusServer
 from lightning_omni.transport.serving.process import (
     Lifeline,
@@ -26,13 +26,13 @@ from lightning_omni.transport.serving.process import (
     ServerSettings,
     can_supervise,
     core_from,
-    load_plugins,
+    listen,
     preload,
     raise_limit_of_files,
     supervise,
 )
 from lightning_omni.transport.serving.state_directory import StateDirectory
-from lightning_omni.transport.zeromq import ZeroMQ, server
+from lightning_omni.transport.zeromq import server
 from lightning_omni.transport.zeromq.addresses import beside
 from lightning_omni.transport.zeromq.keys import is_open_to_others
 
@@ -82,14 +82,10 @@ class Options:
 
     Attributes:
         here: servers on this machine that share the weights, with this one.
-        encryption: encryption of ZeroMQ; another transport does not read it.
-        http: port of the status pages; None for none.
         key_file: file of the key; None for the environment.
     """
 
     here: int
-    data_port: int
-    encryption: str
     once: bool
     http: int | None
     http_host: str
@@ -144,53 +140,43 @@ class StandaloneServer:
     ) -> None:
         self._options, self._console, self._signals, self._lifeline = options, console, signals, lifeline
         torch.set_num_threads(settings.threads)
-        custom = load_plugins(settings)
         self._core = core_from(settings)
         self._core.on_run_over = self._run_over
-        self._states = None
-        if settings.state:
-            self._states = StateDirectory(settings.state, settings.save_every)
+        self._states = StateDirectory(settings.state, settings.save_every) if settings.state else None
         raise_limit_of_files()
-        self._transport: Any = custom[0]() if custom else ZeroMQ(encryption=options.encryption)
-        self._web = StatusServer(options.http_host, options.http) if options.http is not None else None
-        try:
+        self._others: list[ServerProcess] = []
+        with ExitStack() as stack:
+            self._web = StatusServer(options.http_host, options.http) if options.http is not None else None
+            if self._web is not None:
+                stack.callback(self._web.close)
+            stack.callback(self._stop_others)
             self._continued = self._states.restore(self._core) if self._states is not None else ""
-            self._server = self._listen(settings)
-        except BaseException:
-            self._close_web()
-            raise
+            if settings.coordinator:
+                log(console, f"waiting for the server at {settings.coordinator}, up to {server.CONNECT_TIME:.0f} s")
+            self._server = stack.enter_context(closing(listen(settings, self._core)))
+            if self._states is not None:
+                stack.callback(self._states.close, self._core)
+            self._open = stack.pop_all()
         self._log = None if settings.number else RunLog(self._core, console)  # server 0 logs the events
-        self._others = [self._start_share(settings, number) for number in range(1, options.here)]
+        self._others += [self._start_share(settings, number) for number in range(1, options.here)]
         self._is_stopped = False
         signals.listen()
 
-    def _listen(self, settings: ServerSettings) -> Any:
-        ports = settings.host, settings.port, self._options.data_port
-        if coordinator := settings.coordinator:
-            log(self._console, f"waiting for the server at {coordinator}, up to {server.CONNECT_TIME:.0f} s")
-            return self._transport.follow(self._core, coordinator, *ports)
-        return self._transport.serve(self._core, *ports)
-
     def _start_share(self, settings: ServerSettings, number: int) -> ServerProcess:
-        return ServerProcess(
-            msgspec.structs.replace(
-                settings,
-                port=0,
-                record="",
-                transport=registry.to_wire(self._transport),
-                number=number,
-                coordinator=beside(self._server.address, "tcp://127.0.0.1:0"),
-            )
-        )
+        coordinator = beside(self._server.address, "tcp://127.0.0.1:0")
+        own = {"port": 0, "data_port": 0, "record": "", "number": number, "coordinator": coordinator}
+        return ServerProcess(msgspec.structs.replace(settings, **own))
+
+    def _stop_others(self) -> None:
+        for process in self._others:  # they end when this server's connections do
+            process.stop()
 
     # --- Run ---------------------------------------------------------------------------------------------------------
 
     def run(self) -> int:
         self._announce()
-        try:
+        with self._open:
             self._server.run(until=self._is_over)
-        finally:
-            self._close()
         lost, is_told = self._core.replication.lost_server, self._is_told
         if not lost and not self._is_stopped and not is_told:  # it holds a share, and has lost its coordinator
             lost = "the server that coordinates is gone"
@@ -244,17 +230,3 @@ class StandaloneServer:
             self._is_stopped = True
         if self._states is not None:
             self._states.discard(self._core)
-
-    # --- End ---------------------------------------------------------------------------------------------------------
-
-    def _close(self) -> None:
-        if self._states is not None:
-            self._states.close(self._core)
-        self._server.close()
-        for process in self._others:  # they end when this server's connections do
-            process.stop()
-        self._close_web()
-
-    def _close_web(self) -> None:
-        if self._web is not None:
-            self._web.close()

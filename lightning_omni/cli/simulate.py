@@ -20,9 +20,7 @@ from lightning_omni.cli.console import (
     make_folder,
     print_line,
     print_sentence,
-    show,
-    table_of,
-    tall_table_of,
+    show_table,
 )
 from lightning_omni.cli.simulate_settings import SimulationSettings
 from lightning_omni.cli.simulate_task import Task
@@ -267,7 +265,6 @@ def _file_name(method: str) -> str:
 
 
 def _title(settings: SimulationSettings) -> str:
-    """Return the cluster and the workload in one line, with the settings that differ from the defaults."""
     usual = asdict(SimulationSettings())
     changed = {name: value for name, value in asdict(settings).items() if value != usual[name]}
     given = [f"{name.replace('_', ' ')} {value}" for name, value in changed.items() if name not in _UNTITLED]
@@ -276,8 +273,7 @@ def _title(settings: SimulationSettings) -> str:
 
 
 def _report(runs: Sequence[Run], task: Task, together: bool) -> None:
-    rows = [_row(each, task.target) for each in runs]
-    show(table_of(rows, left=("method", "ended")), tall_table_of(rows))
+    show_table([_row(each, task.target) for each in runs], left=("method", "ended"))
     if together:
         print_sentence(_of_rates(runs, task))
         if waiting := [each.entrant.name for each in runs if task.options["overlap"] and each.entrant.waits]:
@@ -292,7 +288,6 @@ _BETWEEN = (
 
 
 def _without_effect(entrants: Sequence[Entrant], settings: SimulationSettings) -> Iterator[str]:
-    """Yield a sentence on the given options that no run has used, because of its groups."""
     topologies = [each.topology for each in entrants]
     alone = all(len(members) == 1 for each in topologies for members in each.groups)
     synchronous = all(each.is_synchronous for each in topologies)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any, NoReturn
+from collections.abc import Callable
+from typing import TYPE_CHECKING, NoReturn
 
 from rich.console import Console, ConsoleOptions, Group, RenderableType, RenderResult
 from rich.live import Live
@@ -17,6 +17,8 @@ from rich.text import Text
 from lightning_omni.errors import ConnectionLost, Refused, quoted
 from lightning_omni.transport.zeromq.observer import Observer
 from lightning_omni.tuning.model.steps import parts_of_step, straggler_sentence
+from lightning_omni.tuning.report.summary import duration
+from lightning_omni.wire.formats.base import argument_of
 from lightning_omni.wire.messages import GroupOverview, Overview
 
 if TYPE_CHECKING:
@@ -69,7 +71,6 @@ class Rates:
 
 
 def picture(overview: Overview, rates: Rates, note: str = "") -> RenderableType:
-    """Render a run; ``note`` is a line for the user."""
     foot = [Text(note, "bold")] if note else []
     if not overview.run:
         return Group(Text("No run: the server waits for ranks."), *foot)
@@ -144,14 +145,15 @@ def _head(overview: Overview, rates: Rates) -> list[RenderableType]:
     status, plan = overview.status, overview.plan
     updates, samples = rates.of(lambda seen: seen.status.clock), rates.of(_samples)
     busy = rates.of(lambda seen: seen.serve_time)
-    method, wire = str((overview.method or {}).get("name", UNKNOWN)), wire_words(overview.wire_format)
+    method = str((overview.method or {}).get("name", UNKNOWN))
+    wire = argument_of(overview.wire_format) if overview.wire_format else f"compression {UNKNOWN}"
     saved = f", state saved {duration(overview.saved)} ago" if overview.saved >= 0 else ""
     here = len(overview.live) - len(overview.missing)
     ranks = (
         f"{here} of {overview.announced} ranks" if here <= overview.announced else f"{here} ranks"
     )  # more have joined than were announced
     lines: list[RenderableType] = [
-        Text(quoted(f"{overview.run}: {method}, compression {wire}, {ranks}, for {duration(overview.age)}"), "bold"),
+        Text(quoted(f"{overview.run}: {method}, {wire}, {ranks}, for {duration(overview.age)}"), "bold"),
         Text(
             f"{status.clock} updates ({_per_second(updates)}), {_per_second(samples, 'samples')},"
             f" server busy {UNKNOWN if busy is None else f'{100 * busy:.0f} %'}, {status.refused} pushes refused,"
@@ -176,19 +178,6 @@ def _time_left(samples: int, later: int | None, rate: float | None) -> str:
         return ""
     run = "" if later is None else f", {duration((samples + later) / rate)} in the run"
     return f", {duration(samples / rate)} left in the epoch{run}"
-
-
-def wire_words(plain: Mapping[str, Any] | None) -> str:
-    """Return a wire format as users write it.
-
-    Example:
-        >>> wire_words({"name": "raw"}), wire_words({"name": "both_ways", "push": {"name": "int8"}, "pull": {}})
-        ('fp32', 'int8/-')
-    """
-    plain = plain or {}
-    if "push" in plain and "pull" in plain:
-        return f"{wire_words(plain['push'])}/{wire_words(plain['pull'])}"
-    return {"raw": "fp32"}.get(name := str(plain.get("name", UNKNOWN)), name)
 
 
 def _sentences(overview: Overview) -> list[Text]:
@@ -217,23 +206,6 @@ def _per_second(rate: float | None, of: str = "") -> str:
 
 def _milliseconds(seconds: float) -> str:
     return f"{1000 * seconds:.1f} ms" if seconds else UNKNOWN
-
-
-def duration(seconds: float) -> str:
-    """Return a time in a short form.
-
-    Example:
-        >>> duration(4.2), duration(200), duration(7300), duration(200000)
-        ('4s', '3m20s', '2h01m', '2d07h')
-    """
-    whole = int(seconds)
-    if whole < 60:
-        return f"{whole}s"
-    if whole < 3600:
-        return f"{whole // 60}m{whole % 60:02d}s"
-    if whole < 86400:
-        return f"{whole // 3600}h{whole % 3600 // 60:02d}m"
-    return f"{whole // 86400}d{whole % 86400 // 3600:02d}h"
 
 
 # --- The live table --------------------------------------------------------------------------------------------------

@@ -1,4 +1,4 @@
-"""A group's state machine: it converts gradients and answers into actions. No sockets, clocks or threads.
+"""A group's state machine: it converts gradients and answers into actions.
 
 It drives the group sides of the method, one for each optimizer. A driver performs each action and reports its result::
 
@@ -11,7 +11,7 @@ Rule 2: every rank of a group drives its own core with the same events. Only ran
 model is sharded, one for each shard) communicate with servers and other groups; they pass the results on, so all
 members arrive at the same actions.
 Rule 3: a push keeps its number until it is answered. After a lost answer, `GroupCore.send` returns the same messages
-for the same `ServerRequest`. The server counts each number once.
+for the same `ServerRequest`.
 Rule 4: needs of the method that the group can meet by itself, such as a step of its own optimizer, are met here.
 Rule 5: an exchange may overlap the computation of gradients. The driver passes its answer to `GroupCore.apply_answer`
 before the group waits for others, before parameters are added, and before other groups are formed.
@@ -155,23 +155,6 @@ class GroupCore:
     Attributes:
         data: the group's drawn and trained batches of the epoch, if its data is leased.
         last_answer: the server's last answer, which has the state of the run.
-
-    Example:
-        >>> import torch
-        >>> from lightning_omni.methods import AsyncSGD
-        >>> weight = torch.nn.Parameter(torch.ones(2))
-        >>> replica = Replica([weight], torch.optim.SGD([weight], lr=0.1))
-        >>> core = GroupCore(AsyncSGD())
-        >>> core.attach(replica)
-        0
-        >>> ask = core.gradient(0, Gradient([torch.ones(2)], [{"lr": 0.1}]))
-        >>> [push] = core.send(ask, Partition.whole(Layout.of({"weight": weight.detach()})), [Memory()])
-        >>> push.message.read_at
-        0
-        >>> core.answer(0, Pulled([torch.zeros(2)], clock=1))
-        NextGradient()
-        >>> weight.tolist()
-        [0.0, 0.0]
     """
 
     def __init__(
@@ -212,14 +195,12 @@ class GroupCore:
     # --- Events ------------------------------------------------------------------------------------------------------
 
     def gradient(self, optimizer: int, gradient: Gradient) -> Action:
-        """Continue the method with a gradient; return the next action."""
         _check_finished(self.waits_for(optimizer), f"a gradient of optimizer {optimizer}")
         if self.data is not None and (batch := self.data.current) is not None:
             gradient = msgspec.structs.replace(gradient, samples=batch.stop - batch.start)
         return self._advance(optimizer, gradient)
 
     def answer(self, optimizer: int, answer: Answer) -> Action:
-        """Continue the method with the answer to an optimizer's last action; return the next action."""
         own = self._method_states[optimizer]
         if isinstance(own.need, Publish | SendPeer):
             answer = own.need.tensors
@@ -259,7 +240,6 @@ class GroupCore:
         return Pulled(tensors, answer.clock, answer.note, refused=lost or not answer.applied, fragment=fragment)
 
     def check_nonfinite(self, in_row: int) -> None:
-        """Raise `NonFiniteGradients` if too many consecutive pushes of this group were not finite."""
         if self._max_nonfinite_pushes is not None and in_row >= self._max_nonfinite_pushes:
             raise NonFiniteGradients(
                 f"what group {self.identity.name} pushed was NaN or infinite {in_row} times in a row, and none of"
@@ -286,11 +266,10 @@ class GroupCore:
     # --- Actions -----------------------------------------------------------------------------------------------------
 
     def fetch(self, optimizer: int) -> ServerRequest:
-        """Return a request for the server's weights; pass the answer to `receive`."""
         return ServerRequest(optimizer, Fetch(), *self.place)
 
     def synchronize(self, optimizer: int) -> ServerRequest:
-        """Return a request for the weights to evaluate at a synchronization point; pass the answer to `receive`.
+        """Return a request for the weights to evaluate at a synchronization point.
 
         Where the method is evaluated by the mean of all groups' own weights, it is for that.
         """
@@ -391,7 +370,6 @@ class GroupCore:
         return layout.views(pushes.decode(payload, layout, Memory(zeros_on(payload.device))))
 
     def _advance(self, optimizer: int, answer: Any) -> Action:
-        """Drive the method to the next need that the group cannot meet by itself."""
         own = self._method_states[optimizer]
         assert own.side is not None
         while True:

@@ -114,23 +114,13 @@ class LeaseClient:
 
     Args:
         generation: the recorder's count of formings of groups.
-        shares: each member's samples of a whole batch, if they differ; see `set_batch_shares`.
+        shares: see `set_batch_shares`.
 
     Attributes:
         trained: batches of this epoch that the group has begun to train since groups were formed.
         stepped: those of them whose gradients are in a step; if the group is gone, others train the rest.
         handed: batches passed to the data loader.
         in_pairs: as in `positions`.
-
-    Example:
-        >>> client = LeaseClient(member=1, members=2, generation=1)
-        >>> client.restart(epoch=0)
-        >>> client.draw(0).number
-        0
-        >>> client.record_drawn([Batch(0, 8, interval=0)])
-        >>> client.begin_batch()
-        >>> client.indices(0), client.place
-        (range(1, 8, 2), (0, 1))
     """
 
     def __init__(self, member: int = 0, members: int = 1, generation: int = 0, shares: Sequence[int] = ()) -> None:
@@ -165,7 +155,6 @@ class LeaseClient:
         self._batches += batches
 
     def ask_next(self) -> m.AskNext:
-        """Return the question for the next step, once all batches that could be drawn are trained."""
         return m.AskNext(epoch=self.epoch, generation=self._formed, trained=self.trained, interval=self.interval)
 
     def apply_next(self, decision: str, coming: Batch | None = None) -> None:
@@ -216,7 +205,6 @@ class LeaseClient:
         return self.current.stop if self.current is not None else 0
 
     def indices(self, number: int) -> range:
-        """Return this member's positions of a batch, by its number among the drawn ones."""
         return positions(self._batches[number], self._member, self._members, self._shares_of(number), self.in_pairs)
 
     @property

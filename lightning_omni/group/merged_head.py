@@ -25,24 +25,11 @@ class MergedHeadClient:
     Args:
         name: name of the submodule, for errors.
         number: number of the head, among the optimizers.
-        optimizer: the user's optimizer of its parameters.
         parameters: its parameters, in the optimizer's order.
 
     Attributes:
         clip: largest norm or magnitude of the head's gradient; 0 clips nothing.
         clip_algorithm: ``"norm"`` or ``"value"``.
-
-    Example:
-        >>> import torch
-        >>> head = nn.Linear(2, 1)
-        >>> optimizer = torch.optim.SGD(head.parameters(), lr=0.1)
-        >>> side = MergedHeadClient("head", 1, head, optimizer, list(head.parameters()))
-        >>> forward = side.forward(((torch.ones(3, 2),), {}))
-        >>> side.begin()
-        >>> side.end()
-        >>> message, payload = side.backward([torch.ones(3, 1)])
-        >>> message.hyperparameters[0]["lr"]
-        0.1
     """
 
     def __init__(
@@ -65,7 +52,6 @@ class MergedHeadClient:
         self.has_access = self._was_used = False
 
     def check(self) -> None:
-        """Raise `UnsupportedError` if the submodule was used in this training step already."""
         if self._was_used:
             raise self._used_twice()
 
@@ -84,7 +70,6 @@ class MergedHeadClient:
         self.has_access = False
 
     def step_done(self) -> None:
-        """Allow another use of the submodule, in the next training step."""
         self._was_used = False
 
     # --- Messages ----------------------------------------------------------------------------------------------------
@@ -92,10 +77,7 @@ class MergedHeadClient:
     def forward(self, tree: Any, autocast: str = "", exclusive: bool = True) -> tuple[m.HeadForward, Tensor]:
         """Return the message with the group's batch, and its payload: uint8.
 
-        Args:
-            tree: arguments and keyword arguments of the submodule.
-            autocast: dtype of automatic mixed precision, if any.
-            exclusive: whether a backward pass will follow.
+        ``tree`` is (arguments, keyword arguments); the others are as in `HeadForward`.
         """
         packed, buffer = pack(tree)
         forward = m.HeadForward(
@@ -114,8 +96,7 @@ class MergedHeadClient:
     ) -> tuple[m.HeadBackward, Tensor]:
         """Return the message with the gradients of the head's output, and its payload: uint8.
 
-        A gradient is None if the loss does not depend on its output. ``place`` is from `LeaseClient.place`; ``scale``
-        is a factor for the gradients of the head's weights.
+        ``place`` is from `LeaseClient.place`; the others are as in `HeadBackward`.
         """
         packed, buffer = pack(list(gradients))
         epoch, trained = place
@@ -133,7 +114,6 @@ class MergedHeadClient:
         return backward, buffer
 
     def release(self) -> m.HeadRelease:
-        """Give up an access without a backward pass; return the message."""
         self.has_access = False
         return m.HeadRelease(optimizer=self.number)
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any
 
 import torch
@@ -11,103 +11,91 @@ from torch import Tensor
 from lightning_omni.checks import check_number, check_whole
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods.contract import (
-    Exchange,
-    Fetch,
-    GroupSide,
-    Method,
-    NextGradient,
     Push,
     Reply,
     ServerSide,
-    Step,
-    StepTime,
     Total,
     check_fragments,
     check_period,
 )
 from lightning_omni.methods.diloco import check_outer
-from lightning_omni.methods.model.fragments import state_of, states_in, write
-from lightning_omni.methods.model.replica import Pulled, Replica
-
-
-class _Fragment:
-    """The state of delayed Nesterov for one fragment.
-
-    Attributes:
-        block: sum of the arrivals since the last full block.
-        momentum: one tensor for each of the weights.
-    """
-
-    def __init__(self, weights: Sequence[Tensor]) -> None:
-        self.block, self.momentum = Total(), [torch.zeros_like(weight) for weight in weights]
+from lightning_omni.methods.model.fragments import state_of, states_in
+from lightning_omni.methods.model.replica import copies
+from lightning_omni.methods.overlap import LocalSteps
 
 
 class _DelayedNesterov(ServerSide):
-    """A server side that steps by delayed Nesterov."""
+    """A server side that steps by delayed Nesterov.
+
+    Each fragment has a block, the sum of the arrivals since the last full one, and momentum, a tensor for each weight.
+    """
 
     method: AsyncDiLoCo
 
     def setup(self) -> None:
         # The size stays when groups join, because the parts of momentum applied within a block must add up to one.
         self._size = self.method.buffer or max(1, len(self.groups))
-        self._fragments = [_Fragment(self.master.weights(number)) for number in range(self.method.fragments)]
+        fragments = [self.master.weights(number) for number in range(self.method.fragments)]
+        self._blocks = [Total() for _ in fragments]
+        self._momenta = [[torch.zeros_like(weight) for weight in weights] for weights in fragments]
         self._step_times: dict[int, float] = {}
 
     def receive(self, push: Push) -> list[Reply]:
-        staleness, of = self.staleness_of(push), self._fragments[push.fragment or 0]
-        of.block.add(push.tensors)
+        staleness, number = self.staleness_of(push), push.fragment or 0
+        block, momentum = self._blocks[number], self._momenta[number]
+        block.add(push.tensors)
         method, share = self.method, self.method.activation
-        if of.block.count >= self._size:
+        if block.count >= self._size:
             share = 1 - method.activation * self._size + method.activation
-            self._fold(of, of.block.take(1 / self._size))
+            self._fold(momentum, block.take(1 / self._size))
         self.master.add(push.tensors, -method.outer_lr / self._size, push.fragment)
         if share and method.outer_momentum:
             weights = self.master.weights(push.fragment)
-            for weight, velocity, change in zip(weights, of.momentum, push.tensors, strict=True):
+            for weight, velocity, change in zip(weights, momentum, push.tensors, strict=True):
                 if change is not None:
                     weight.sub_(velocity, alpha=method.outer_lr * share * method.outer_momentum)
         return [Reply(push.group, staleness, note=float(self._local_steps(push)))]
 
-    def _fold(self, of: _Fragment, mean: list[Tensor | None]) -> None:
+    def _fold(self, momentum: list[Tensor], mean: list[Tensor | None]) -> None:
         """Fold a full block into the momentum: ``m <- beta m + B/N``."""
-        for velocity, change in zip(of.momentum, mean, strict=True):
+        for velocity, change in zip(momentum, mean, strict=True):
             velocity.mul_(self.method.outer_momentum)
             if change is not None:
                 velocity.add_(change)
 
     def _local_steps(self, push: Push) -> int:
-        """Return the steps that the group is to make (DyLU) until it exchanges the same fragment."""
         method = self.method
         if push.note > 0:
             self._step_times[push.group] = push.note
         if not method.dynamic_steps or push.group not in self._step_times:
-            return method.period
+            return method.push_period
         fastest = min(seconds for group, seconds in self._step_times.items() if group in self.groups)
         ratio = fastest / self._step_times[push.group]
-        return max(method.min_steps, int(method.period * ratio))
+        return max(1, max(method.min_steps, int(method.period * ratio)) // method.fragments)
 
     def grow(self, start: int) -> None:
-        for number, of in enumerate(self._fragments):
+        for number, (block, momentum) in enumerate(zip(self._blocks, self._momenta, strict=True)):
             weights = self.master.weights(number)
-            of.block.reach(len(weights))
-            of.momentum.extend(map(torch.zeros_like, weights[len(of.momentum) :]))
+            block.reach(len(weights))
+            momentum.extend(map(torch.zeros_like, weights[len(momentum) :]))
 
     def evict(self, group: int) -> list[Reply]:
         self._step_times.pop(group, None)
         return super().evict(group)
 
     def state(self) -> dict[str, Any]:
-        states = [{"block": of.block.state(), "momentum": of.momentum} for of in self._fragments]
+        each = zip(self._blocks, self._momenta, strict=True)
+        states = [{"block": block.state(), "momentum": momentum} for block, momentum in each]
         return {**state_of(states), "step_times": dict(self._step_times)}
 
     def load_state(self, state: Mapping[str, Any]) -> None:
-        for of, saved in zip(self._fragments, states_in(state), strict=True):
-            of.block.load_state(saved["block"])
-            of.momentum = [velocity.clone() for velocity in saved["momentum"]]
+        for block, saved in zip(self._blocks, states_in(state), strict=True):
+            block.load_state(saved["block"])
+        self._momenta = [copies(saved["momentum"]) for saved in states_in(state)]
         self._step_times = {int(group): float(seconds) for group, seconds in state["step_times"].items()}
 
 
-class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
+class AsyncDiLoCo(LocalSteps, frozen=True, kw_only=True, tag="async_diloco"):
     r"""Asynchronous local SGD with delayed Nesterov momentum (DN) and dynamic local updates (DyLU).
 
     Each group makes :math:`H_w` steps of the user's optimizer from the outer weights :math:`\theta` that it last read,
@@ -149,14 +137,13 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
         arXiv:2501.18512 (fragments; there at a barrier, and in flight while a group computes).
     """
 
-    steps_at = "worker"
     side = _DelayedNesterov
     period: int = 50
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
     buffer: int | None = None
     activation: float = 0.0
-    dynamic_steps: bool = True
+    dynamic_steps: bool = True  # type: ignore[misc]
     min_steps: int = 1
     fragments: int = 1  # type: ignore[misc]  # of other methods it is a class attribute
 
@@ -181,43 +168,3 @@ class AsyncDiLoCo(Method, frozen=True, kw_only=True, tag="async_diloco"):
 
     def changes_with_period(self, period: int) -> dict[str, Any]:
         return {**super().changes_with_period(period), "min_steps": min(self.min_steps, period)}
-
-    def steps_to_push(self, replica: Replica) -> int:
-        memory = replica.memory
-        return max(1, int(memory.get("period", self.period)) // self.fragments - int(memory.get("steps", 0)))
-
-    def group_side(self, replica: Replica) -> GroupSide:
-        memory = replica.memory
-        while True:
-            gradient = yield NextGradient()
-            outer = replica.remember("outer")
-            yield Step(gradient)
-            memory["steps"] = memory.get("steps", 0) + 1
-            if memory["steps"] < max(1, memory.get("period", self.period) // self.fragments):
-                continue
-            step_time = yield StepTime()
-            if self.fragments > 1:
-                yield from self._exchange_fragment(replica, outer, step_time)
-                continue
-            pulled = yield Exchange(replica.change(since=outer, factor=-1.0), replica.clock, note=step_time)
-            replica.continue_from(pulled)
-            memory.clear()
-            if pulled.note:
-                memory["period"] = int(pulled.note)
-
-    def _exchange_fragment(self, replica: Replica, outer: Sequence[Tensor], step_time: float) -> GroupSide:
-        memory, of = replica.memory, self.fragments
-        number = memory.get("next", 0)
-        read_at = memory.setdefault("read_at", [replica.clock] * of)
-        change = replica.change(outer, -1.0, number, of)
-        pulled: Pulled = yield Exchange(change, read_at[number], note=step_time, fragment=number)
-        if pulled.refused:  # the answer holds one fragment, and the others may not be finite either
-            replica.restart((yield Fetch()))
-            memory.clear()
-            return
-        write(outer, replica.pieces(number, of), pulled.tensors)
-        replica.overwrite(pulled.tensors, number, of)
-        read_at[number] = replica.clock = pulled.clock
-        memory["steps"], memory["next"] = 0, (number + 1) % of
-        if pulled.note:
-            memory["period"] = int(pulled.note)

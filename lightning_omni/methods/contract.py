@@ -27,14 +27,6 @@ class Total:
     """A running weighted sum of pushes.
 
     A parameter that no push has is ``None``; one that some pushes have counts as zero in the others.
-
-    Example:
-        >>> import torch
-        >>> total = Total()
-        >>> total.add([torch.ones(2), None])
-        >>> total.add([torch.ones(2), None], weight=3.0)
-        >>> total.count, total.weight, total.scaled(1 / total.weight)
-        (2, 4.0, [tensor([1., 1.]), None])
     """
 
     def __init__(self) -> None:
@@ -47,7 +39,6 @@ class Total:
         self._counts: list[int] = []
 
     def reach(self, parameters: int) -> None:
-        """Extend the total to this number of parameters."""
         missing = parameters - len(self._sum)
         self._sum.extend([None] * missing)
         self._counts.extend([0] * missing)
@@ -93,8 +84,7 @@ class Total:
     def load_state(self, state: Mapping[str, Any]) -> None:
         self.count, self.weight = int(state["count"]), float(state["weight"])
         self._sum = [None if tensor is None else tensor.clone() for tensor in state["sum"]]
-        known = [0 if tensor is None else self.count for tensor in self._sum]
-        self._counts = [int(count) for count in state.get("counts", known)]
+        self._counts = [int(count) for count in state["counts"]]
 
 
 Tensors = Sequence[Tensor | None]

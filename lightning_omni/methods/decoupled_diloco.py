@@ -9,25 +9,18 @@ from typing import Any
 from lightning_omni.checks import check_number, check_whole, counted
 from lightning_omni.errors import ConfigurationError, ProtocolError
 from lightning_omni.methods.contract import (
-    Exchange,
-    Fetch,
     Gradient,
-    GroupSide,
-    Method,
-    NextGradient,
     Push,
-    Receive,
     Reply,
-    Send,
     ServerSide,
-    Step,
     Total,
     check_fragments,
     check_period,
 )
 from lightning_omni.methods.diloco import check_outer, outer_sgd
-from lightning_omni.methods.model.fragments import read, state_of, states_in, write
-from lightning_omni.methods.model.replica import Pulled, Replica, copies
+from lightning_omni.methods.model.fragments import state_of, states_in
+from lightning_omni.methods.model.replica import Replica
+from lightning_omni.methods.overlap import LocalSteps
 
 _MOST = 1e15
 """The largest weight of a group's part; sums of larger ones would overflow."""
@@ -124,7 +117,7 @@ class _Syncer(ServerSide):
 
     def _merge(self, number: int, current: _Round) -> list[Reply]:
         merged = current.total.scaled(1 / current.total.weight)
-        self.master.step(self._outer[number], merged, self._fragment(number))
+        self.master.step(self._outer[number], merged, number)
         current.total.clear()
         current.unit = 0.0
         current.came.clear()
@@ -136,9 +129,6 @@ class _Syncer(ServerSide):
     def _reply(self, group: int) -> Reply:
         _, staleness = self._waiting.pop(group)
         return Reply(group, staleness)
-
-    def _fragment(self, number: int) -> int | None:
-        return None if self.method.fragments == 1 else number
 
     def evict(self, group: int) -> list[Reply]:
         # Its pushes stay in the totals, because their samples were trained.
@@ -179,7 +169,7 @@ class _Syncer(ServerSide):
             outer.load_state_dict({**outer.state_dict(), "state": saved["outer"]})
 
 
-class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco"):
+class DecoupledDiLoCo(LocalSteps, frozen=True, kw_only=True, tag="decoupled_diloco"):
     r"""Decoupled DiLoCo: a merge waits for a quorum of the groups, not for all.
 
     The parameters are split into P fragments. Each group makes steps of the user's optimizer at its own speed; every
@@ -218,13 +208,13 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
         made while a fragment is under way is overwritten.
     """
 
-    steps_at = "worker"
     side = _Syncer
+    keep_steps = True
     period: int = 48
     fragments: int = 4  # type: ignore[misc]
     quorum: int | None = None
     grace: float = 0.5
-    delay: int | None = None
+    delay: int | None = None  # type: ignore[misc]
     outer_lr: float = 0.7
     outer_momentum: float = 0.9
 
@@ -252,59 +242,14 @@ class DecoupledDiLoCo(Method, frozen=True, kw_only=True, tag="decoupled_diloco")
             changes["delay"] = min(self.delay, period // changes.get("fragments", 1) - 1)
         return changes
 
-    def group_side(self, replica: Replica) -> GroupSide:
-        memory, delay = replica.memory, self.push_period if self.delay is None else self.delay
-        while True:
-            gradient = yield NextGradient()
-            if memory.get("is_lost"):
-                yield from self._begin_again(replica)
-                continue
-            replica.remember("outer")
-            yield Step(gradient)
-            step = self._count(replica, gradient)
-            if "sent" in memory and memory["under_way"] >= delay:
-                self.apply_answer(replica, (yield Receive()))
-            if step % self.push_period == 0 and not memory.get("is_lost"):
-                exchange = self._exchange(replica, step // self.push_period - 1)
-                if delay:
-                    yield Send(exchange)
-                else:
-                    self.apply_answer(replica, (yield exchange))
-            if memory.get("is_lost"):
-                yield from self._begin_again(replica)
-
-    def apply_answer(self, replica: Replica, pulled: Pulled) -> None:
-        """Load the merged fragment, and add the group's changes since it was sent; if it was refused, restart later."""
-        memory, pieces = replica.memory, replica.pieces(pulled.fragment, self.fragments)
-        sent, _ = memory.pop("sent"), memory.pop("under_way")
-        if pulled.refused:  # the answer holds one fragment, and the others may not be finite either
-            memory["is_lost"] = True
-            return
-        write(memory["outer"], pieces, pulled.tensors)
-        replica.rebase(pulled, sent, self.fragments)
-        memory["read_at"][pulled.fragment or 0] = replica.clock = pulled.clock
-
-    def _begin_again(self, replica: Replica) -> GroupSide:
-        """Restart from the master weights after a refused push."""
-        replica.restart((yield Fetch()))
-        replica.memory.clear()
-
-    def _count(self, replica: Replica, gradient: Gradient) -> int:
-        """Count a step, and return its number in the period, from 1."""
+    def count(self, replica: Replica, gradient: Gradient) -> None:
         memory = replica.memory
         for name, count in (("made", 1), ("samples", gradient.samples or 1)):
             memory[name] = [before + count for before in memory.get(name, [0] * self.fragments)]
-        memory["under_way"] = memory.get("under_way", 0) + 1
-        memory["steps"] = memory.get("steps", 0) % self.period + 1
-        return int(memory["steps"])
 
-    def _exchange(self, replica: Replica, fragment: int) -> Exchange:
-        """Prepare the exchange of a fragment: its change since it was loaded, and the change's weight."""
-        memory, number = replica.memory, None if self.fragments == 1 else fragment
-        change = replica.change(memory["outer"], -1.0, number, self.fragments)
-        memory["sent"] = copies(read(replica.weights(), replica.pieces(number, self.fragments)))
-        memory["under_way"] = 0
-        samples, steps = memory["samples"][fragment], memory["made"][fragment]
-        memory["samples"][fragment] = memory["made"][fragment] = 0
-        read_at = memory.setdefault("read_at", [replica.clock] * self.fragments)[fragment]
-        return Exchange(change, read_at, note=samples * (samples / steps), fragment=number)
+    def note(self, replica: Replica, number: int, step_time: float) -> float:
+        """Return the weight of a fragment's change, from the training since the group last sent it."""
+        memory = replica.memory
+        samples, steps = memory["samples"][number], memory["made"][number]
+        memory["samples"][number] = memory["made"][number] = 0
+        return float(samples * (samples / steps))

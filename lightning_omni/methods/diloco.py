@@ -9,9 +9,8 @@ import torch
 from torch.nn import Parameter
 
 from lightning_omni.checks import check_number
-from lightning_omni.methods.contract import Exchange, GroupSide, NextGradient, Push, Step, Tensors, Total
-from lightning_omni.methods.model.fragments import states_in, write
-from lightning_omni.methods.model.replica import Pulled, Replica
+from lightning_omni.methods.contract import Push, Total
+from lightning_omni.methods.model.fragments import states_in
 from lightning_omni.methods.overlap import PacedBarrier, Streaming
 
 
@@ -87,7 +86,6 @@ class DiLoCo(Streaming, frozen=True, kw_only=True, tag="diloco"):
         arXiv:2501.18512.
     """
 
-    steps_at = "worker"
     side = _OuterStep
     period: int = 500
     outer_lr: float = 0.7
@@ -96,29 +94,6 @@ class DiLoCo(Streaming, frozen=True, kw_only=True, tag="diloco"):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_outer(self.outer_lr, self.outer_momentum)
-
-    def group_side(self, replica: Replica) -> GroupSide:
-        if self.streams:
-            yield from self.stream(replica)
-        memory = replica.memory
-        while True:
-            gradient = yield NextGradient()
-            outer = replica.remember("outer")
-            yield Step(gradient)
-            memory["steps"] = memory.get("steps", 0) + 1
-            if memory["steps"] == self.period:
-                pulled = yield Exchange(replica.change(since=outer, factor=-1.0), replica.clock)
-                replica.continue_from(pulled)
-                memory.clear()
-
-    def begin(self, replica: Replica) -> None:
-        replica.remember("outer")
-
-    def given(self, replica: Replica, fragment: int | None) -> Tensors:
-        return replica.change(replica.remember("outer"), -1.0, fragment, self.fragments)
-
-    def keep(self, replica: Replica, pulled: Pulled) -> None:
-        write(replica.remember("outer"), replica.pieces(pulled.fragment, self.fragments), pulled.tensors)
 
 
 def outer_sgd(parameters: Sequence[Parameter], lr: float, momentum: float) -> torch.optim.SGD:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from lightning_omni.checks import check_whole
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods.contract import Exchange, GroupSide, NextGradient, Push, Step, Total
+from lightning_omni.methods.contract import Push, Total
 from lightning_omni.methods.model.replica import Replica
 from lightning_omni.methods.overlap import PacedBarrier, Streaming
 
@@ -46,7 +46,6 @@ class LocalSGD(Streaming, frozen=True, kw_only=True, tag="local_sgd"):
         delay and alpha).
     """
 
-    steps_at = "worker"
     side = _Mean
     evaluated = "mean"
     pushes_weights = True
@@ -57,25 +56,12 @@ class LocalSGD(Streaming, frozen=True, kw_only=True, tag="local_sgd"):
     def __post_init__(self) -> None:
         super().__post_init__()
         check_whole("warmup_steps", self.warmup_steps, "a number of steps, 0 for none")
-        if self.warmup_steps and self.streams:
+        if self.warmup_steps and (self.fragments > 1 or self.delay or self.alpha or self.dynamic_steps):
             raise ConfigurationError(
                 f"warmup_steps={self.warmup_steps} with fragments=, delay=, alpha= or dynamic_steps=: in the warm-up"
                 " all weights are averaged at every step; leave either out"
             )
 
-    def steps_to_push(self, replica: Replica) -> int:
-        return 1 if replica.clock < self.warmup_steps else super().steps_to_push(replica)
-
-    def group_side(self, replica: Replica) -> GroupSide:
-        if self.streams:
-            yield from self.stream(replica)
-        memory = replica.memory
-        while True:
-            gradient = yield NextGradient()
-            yield Step(gradient)
-            memory["steps"] = memory.get("steps", 0) + 1
-            # In the warm-up every step is averaged, so the clock counts the steps.
-            if memory["steps"] >= self.period or replica.clock < self.warmup_steps:
-                pulled = yield Exchange(replica.offered(replica.weights()), replica.clock)
-                replica.continue_from(pulled)
-                memory["steps"] = 0
+    def steps_between(self, replica: Replica) -> int:
+        # In the warm-up every step is averaged, so the clock counts the steps.
+        return 1 if replica.clock < self.warmup_steps else super().steps_between(replica)

@@ -1,9 +1,9 @@
-"""Exchanges beside computation: whole pushes (``overlap=True``), and the fragments of local methods."""
+"""Local steps and their exchanges, and exchanges beside computation (``overlap=True``)."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, ClassVar
 
 import msgspec
 
@@ -13,6 +13,7 @@ from lightning_omni.methods.contract import (
     Barrier,
     Exchange,
     Fetch,
+    Gradient,
     GroupSide,
     Method,
     NextGradient,
@@ -22,10 +23,10 @@ from lightning_omni.methods.contract import (
     Send,
     Step,
     StepTime,
-    Tensors,
     check_fragments,
     check_period,
 )
+from lightning_omni.methods.model.fragments import write
 from lightning_omni.methods.model.replica import Pulled, Replica, copies
 
 # --- Methods whose optimizer steps at the server ----------------------------------------------------------------------
@@ -54,7 +55,7 @@ def overlapped(replica: Replica) -> GroupSide:
         is_under_way = True
 
 
-# --- Local SGD and DiLoCo: exchanges of single fragments, in parallel with the local steps ----------------------------
+# --- Methods whose groups make local steps ----------------------------------------------------------------------------
 
 STEADY = 16
 """Largest number of exchanges over which a group's step time is averaged."""
@@ -105,20 +106,118 @@ class PacedBarrier(Barrier):
         self._step_times = {int(group): (float(mean), int(counts[group])) for group, mean in means.items()}
 
 
-class Streaming(Method, frozen=True, kw_only=True):
-    r"""A method of local steps that can exchange one of P fragments every H/P steps.
+class LocalSteps(Method, frozen=True, kw_only=True):
+    """A method whose groups make local steps, and exchange one of P fragments every H/P of them.
 
-    Fragment p is captured after step t and travels while further steps are made; the group mixes in the answer after
-    step t + :math:`\tau` (``delay``):
+    At a barrier all groups exchange the same fragment; otherwise each takes one after the other. With P = 1, a group
+    that waits for its answer continues from it; else it mixes the answered fragment in.
+    """
 
-    .. math:: x_{i,p} \leftarrow \alpha\, x_{i,p} + (1 - \alpha)\, \theta_p
+    steps_at = "worker"
+    delay: ClassVar[int | None] = 0
+    alpha: ClassVar[float] = 0.0
+    keep_steps: ClassVar[bool] = False
+    dynamic_steps: ClassVar[bool] = False
 
-    or, with ``keep_steps=True`` and a copy of one fragment, keeps its progress in these :math:`\tau` steps:
+    @property
+    def steps_in_flight(self) -> int:
+        """Return the steps that a group makes before it receives an answer; 0 if it waits for it."""
+        return self.push_period if self.delay is None else self.delay
+
+    def steps_between(self, replica: Replica) -> int:
+        """Return the steps that a group makes from one exchange to the next."""
+        return int(replica.memory.get("every", self.push_period))
+
+    def steps_to_push(self, replica: Replica) -> int:
+        return max(1, self.steps_between(replica) - int(replica.memory.get("steps", 0)))
+
+    def count(self, replica: Replica, gradient: Gradient) -> None:
+        """Count a step, for `note`."""
+
+    def note(self, replica: Replica, number: int, step_time: float) -> float:
+        """Return the note of a push of a fragment, with the group's seconds per step if they are measured."""
+        return step_time
+
+    def group_side(self, replica: Replica) -> GroupSide:
+        memory = replica.memory
+        while True:
+            gradient = yield NextGradient()
+            if not memory.get("diverged"):  # otherwise this gradient has diverged, too
+                if not self.pushes_weights:
+                    replica.remember("outer")
+                yield Step(gradient)
+                memory["steps"] = memory.get("steps", 0) + 1
+                self.count(replica, gradient)
+                if memory.get("due") == memory["steps"]:
+                    self.apply_answer(replica, (yield Receive()))
+                if memory.get("steps", 0) >= self.steps_between(replica) and not memory.get("diverged"):
+                    yield from self._exchange(replica)
+            if memory.get("diverged"):
+                replica.restart((yield Fetch()))
+                memory.clear()
+
+    def _exchange(self, replica: Replica) -> GroupSide:
+        memory, of = replica.memory, self.fragments
+        memory["steps"] = 0
+        step_time = (yield StepTime()) if self.dynamic_steps or not self.has_barrier else 0.0
+        if self.has_barrier:
+            number, read_at = replica.clock % of, replica.clock
+        else:
+            number = memory.get("next", 0)
+            memory["next"] = (number + 1) % of
+            read_at = memory.setdefault("read_at", [replica.clock] * of)[number]
+        fragment = number if of > 1 else None
+        if self.pushes_weights:
+            tensors = replica.offered(replica.part(fragment, of), fragment, of)
+        else:
+            tensors = replica.change(memory["outer"], -1.0, fragment, of)
+        exchange = Exchange(tensors, read_at, note=self.note(replica, number, step_time), fragment=fragment)
+        if not self.steps_in_flight:
+            self.apply_answer(replica, (yield exchange))
+            return
+        memory["due"] = min(self.steps_in_flight, self.steps_between(replica))
+        if self.keep_steps:
+            memory["sent"] = copies(replica.part(fragment, of))
+        yield Send(exchange)
+
+    def apply_answer(self, replica: Replica, pulled: Pulled) -> None:
+        """Load an answer, or mix it in; after a refused fragment, the group restarts with its next gradient."""
+        memory, of = replica.memory, self.fragments
+        memory.pop("due", None)
+        sent = memory.pop("sent", None)
+        if pulled.refused and of > 1:  # the answer holds one fragment, and the others may not be finite either
+            memory["diverged"] = True
+            return
+        if pulled.refused:
+            replica.restart(pulled)
+            memory.clear()
+            return
+        if pulled.note:
+            memory["every"] = int(pulled.note)
+        if "read_at" in memory:
+            memory["read_at"][pulled.fragment or 0] = pulled.clock
+        if of == 1 and sent is None and not self.alpha:
+            replica.load(pulled)
+            memory.pop("outer", None)
+            return
+        replica.clock = pulled.clock
+        if not self.pushes_weights:
+            write(memory["outer"], replica.pieces(pulled.fragment, of), pulled.tensors)
+        if sent is None:
+            replica.mix(pulled, of, self.alpha)
+        else:
+            replica.rebase(pulled, sent, of)
+
+
+class Streaming(LocalSteps, frozen=True, kw_only=True):
+    r"""A method of local steps with a barrier, whose exchanges may travel while groups compute.
+
+    `DiLoCo` describes the exchange of a fragment, and the arguments. With ``keep_steps=True`` and a copy of one
+    fragment, a group keeps its progress in the :math:`\tau` steps:
 
     .. math:: x_{i,p} \leftarrow \theta_p + (x_{i,p} - x_{i,p}^{\text{captured}})
 
-    With ``dynamic_steps=True`` slower groups make fewer steps, at least one between two exchanges. `DiLoCo` describes
-    the arguments.
+    With ``dynamic_steps=True`` slower groups make fewer steps, at least one between two exchanges.
 
     References:
         Douillard et al. 2025, "Streaming DiLoCo with overlapping communication", arXiv:2501.18512 (algorithm 2); steps
@@ -128,10 +227,10 @@ class Streaming(Method, frozen=True, kw_only=True):
 
     period: int = 1
     fragments: int = 1  # type: ignore[misc]  # of other methods it is a class attribute
-    delay: int = 0
-    alpha: float = 0.0
-    keep_steps: bool = False
-    dynamic_steps: bool = False
+    delay: int = 0  # type: ignore[misc]
+    alpha: float = 0.0  # type: ignore[misc]
+    keep_steps: bool = False  # type: ignore[misc]
+    dynamic_steps: bool = False  # type: ignore[misc]
 
     def __post_init__(self) -> None:
         check_period(self.period)
@@ -145,72 +244,7 @@ class Streaming(Method, frozen=True, kw_only=True):
                 " while a fragment is in flight; pass a delay of 1 or more, and no alpha="
             )
 
-    @property
-    def streams(self) -> bool:
-        """Return whether exchanges differ from plain ones, which send all weights, wait, and overwrite."""
-        return self.fragments > 1 or self.delay > 0 or self.alpha > 0 or self.dynamic_steps
-
-    def steps_to_push(self, replica: Replica) -> int:
-        memory = replica.memory
-        return max(1, int(memory.get("every", self.push_period)) - int(memory.get("steps", 0)))
-
     def changes_with_period(self, period: int) -> dict[str, Any]:
         changes = super().changes_with_period(period)
         delay = min(self.delay, period // changes.get("fragments", 1) - 1)
         return {**changes, "delay": delay, "keep_steps": self.keep_steps and delay > 0}
-
-    def begin(self, replica: Replica) -> None:
-        """Store values that the group needs from before its step."""
-
-    def given(self, replica: Replica, fragment: int | None) -> Tensors:
-        """Return the tensors that an exchange of a fragment, or of all parameters, sends."""
-        return replica.offered(replica.part(fragment, self.fragments), fragment, self.fragments)
-
-    def keep(self, replica: Replica, pulled: Pulled) -> None:
-        """Store values of an answer that the group needs, before its own weights are mixed with it."""
-
-    def stream(self, replica: Replica) -> GroupSide:
-        """Make local steps; after every H/P-th, send a fragment, and mix in the answer `delay` steps later."""
-        memory = replica.memory
-        while True:
-            gradient = yield NextGradient()
-            if memory.get("diverged"):  # this gradient has diverged, too
-                replica.restart((yield Fetch()))
-                memory.clear()
-                continue
-            self.begin(replica)
-            yield Step(gradient)
-            step = memory["steps"] = memory.get("steps", 0) + 1
-            if memory.get("due") == step:
-                self.apply_answer(replica, (yield Receive()))
-            if step >= memory.get("every", self.push_period) and not memory.get("diverged"):
-                memory["steps"] = 0
-                pace = (yield StepTime()) if self.dynamic_steps else 0.0
-                fragment = replica.clock % self.fragments if self.fragments > 1 else None
-                exchange = Exchange(self.given(replica, fragment), replica.clock, note=pace, fragment=fragment)
-                if self.delay:
-                    memory["due"] = min(self.delay, memory.get("every", self.delay))
-                    if self.keep_steps:
-                        memory["sent"] = copies(replica.part(fragment, self.fragments))
-                    yield Send(exchange)
-                else:
-                    self.apply_answer(replica, (yield exchange))
-            if memory.get("diverged"):
-                replica.restart((yield Fetch()))
-                memory.clear()
-
-    def apply_answer(self, replica: Replica, pulled: Pulled) -> None:
-        """Mix a fragment in. After a refused push, the group restarts with its next gradient."""
-        replica.memory.pop("due", None)
-        sent = replica.memory.pop("sent", None)
-        if pulled.refused:
-            replica.memory["diverged"] = True
-            return
-        replica.clock = pulled.clock
-        if pulled.note:
-            replica.memory["every"] = int(pulled.note)
-        self.keep(replica, pulled)
-        if sent is None:
-            replica.mix(pulled, self.fragments, self.alpha)
-        else:
-            replica.rebase(pulled, sent, self.fragments)

@@ -16,6 +16,7 @@ from typing_extensions import override
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import Method
 from lightning_omni.runtime import Elastic
+from lightning_omni.runtime.model.tensor_sync import gathered
 from lightning_omni.strategy.both_namespaces import OmniStrategy
 from lightning_omni.strategy.lightning_internals.callbacks import callbacks_of
 
@@ -106,9 +107,7 @@ class RayOmniStrategy(OmniStrategy):
     def _ranks_per_node(self) -> list[int]:
         """Return the number of ranks on each node; Ray numbers ranks node by node. All ranks call it."""
         own = torch.tensor([self.node_rank], device=self.root_device)
-        nodes = [torch.empty_like(own) for _ in range(dist.get_world_size())]
-        dist.all_gather(nodes, own)
-        return [*Counter(map(int, nodes)).values()]
+        return [*Counter(map(int, gathered(own, dist.group.WORLD))).values()]
 
     @override
     def setup(self, trainer: Trainer) -> None:

@@ -134,22 +134,6 @@ def all_reduce_hook_of(module: Any) -> Any:
     return next((hook for hook in hooks if hook is not None), None)
 
 
-def put_in_order(module: Module, names: Sequence[str]) -> None:
-    """Reorder the tensors of a module and of its submodules, in place, by these names."""
-    places: dict[str, int] = {}
-    for place, name in enumerate(names):
-        for end in (*(at for at, letter in enumerate(name) if letter == "."), len(name)):
-            places.setdefault(name[:end], place)
-    for prefix, each in list(module.named_modules(remove_duplicate=False)):
-        before = f"{prefix}." if prefix else ""
-        for held in (each._parameters, each._buffers, each._modules):
-            known = [key for key in held if before + key in places]
-            following = iter(sorted(known, key=lambda key: places[before + key]))
-            items = {key: held[key] for key in (next(following) if key in known else key for key in held)}
-            held.clear()
-            held.update(items)
-
-
 @cache
 def wait_for_gloo_at_exit() -> None:
     """Delay the interpreter's exit, within a limit, until gloo's threads have released the last collectives' tensors.
@@ -181,5 +165,4 @@ def _states_of_gloo() -> Iterator[str]:
 
 
 def iterated_datasets() -> list[Any]:
-    """Return the datasets of all data loaders that are being iterated in this process."""
     return [each._dataset for each in gc.get_objects() if issubclass(type(each), _BaseDataLoaderIter)]

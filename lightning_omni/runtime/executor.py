@@ -14,7 +14,12 @@ from typing_extensions import override
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.methods import Gradient, NextGradient
 from lightning_omni.methods.model.replica import Replica
-from lightning_omni.methods.model.server_optimizer import check_servable, has_own_step, hyperparameters_of
+from lightning_omni.methods.model.server_optimizer import (
+    check_servable,
+    has_own_step,
+    hyperparameters_of,
+    scaled_rates,
+)
 from lightning_omni.runtime.model.external_writes import ExternalWrites
 from lightning_omni.runtime.model.merged_head import RemoteHead
 from lightning_omni.runtime.model.meshes import shown
@@ -64,7 +69,7 @@ class Executor:
         return []
 
     def follow_writes(self) -> None:
-        """Distribute writes of user code; see `ExternalWrites.follow`. With one group, do nothing."""
+        """Distribute writes of user code; see `ExternalWrites.follow`."""
 
     def enter_compute(self) -> None:
         """Begin or continue the training epoch. All synchronized ranks call it."""
@@ -270,7 +275,7 @@ class Exchanging(Executor):
         for head in self._heads:
             head.step_done()
         self._external_writes.check(part)
-        with torch.no_grad():
+        with torch.no_grad(), scaled_rates(optimizer, self._parallel.rate_factor):
             self._parameter_groups.follow(index)
             are_needed = not self._parallel.steps_at_worker
             hyperparameters = hyperparameters_of(optimizer, part.replica.ever_held, are_needed)

@@ -49,7 +49,6 @@ class GroupBroadcast:
             broadcast_from(memory, self._parallel.compute_group, self._parallel.device)
 
     def broadcast_to_replicas(self, memory: Tensor) -> None:
-        """Broadcast from the rank that exchanges a share of the model to the members with the same share."""
         if self._parallel.replicas > 1:
             broadcast_from(memory, self._parallel.replica_group, self._parallel.device)
 
@@ -177,7 +176,6 @@ class PeerExchange:
             self._peers.connect({other.group: other for other in others if other.group != self._parallel.group})
 
     def grow(self, index: int, layout: Layout) -> None:
-        """Change the layout of an optimizer's weights; drop those published or received in the old one."""
         if self._peers is not None:
             self._peers.grow(index, layout)
 

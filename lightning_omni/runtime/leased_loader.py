@@ -125,7 +125,6 @@ class RankLeases(LeaseClient):
         return self._batches[self.handed - 1]
 
     def peek(self) -> Batch | None:
-        """Return the batch after the current one, or None if the pool is empty now."""
         return self._batches[self.trained] if self._have(self.trained) else None
 
     @property
@@ -220,7 +219,7 @@ class _LeasedLoader:
     is_for_user: Callable[[], bool]
 
     def __reduce_ex__(self, protocol: Any) -> Any:
-        """Copy or pickle the loader that this one was made of: leases belong to one run."""
+        # What is copied or pickled is the loader that this one was made of: leases belong to one run.
         return _itself, (self.unleased,)
 
     @property
@@ -297,12 +296,7 @@ def lease(
 
 
 def why_not_leased(loader: object) -> str:
-    """Return why a loader's samples cannot be leased; "" if they can.
-
-    Example:
-        >>> why_not_leased([1, 2])
-        'it is a list, no DataLoader'
-    """
+    """Return why a loader's samples cannot be leased; "" if they can."""
     if not isinstance(loader, DataLoader):
         return f"it is a {type(loader).__name__}, no DataLoader"
     if type(loader).__iter__ is not DataLoader.__iter__:  # it may yield other batches than drawn, or ahead

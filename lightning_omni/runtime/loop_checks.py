@@ -5,17 +5,14 @@ from __future__ import annotations
 import gc
 import inspect
 import logging
-import os
-import signal
 import threading
 import time
 import traceback
+import zlib
 from collections.abc import Callable, Container, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from datetime import timedelta
-from functools import cache
 from itertools import count
-from types import FrameType
 from typing import Any
 from weakref import WeakSet, ref
 
@@ -23,21 +20,19 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.nn import Module, Parameter
-from torch.nn.parallel import DistributedDataParallel
 from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 from torch.utils.data import DistributedSampler, IterableDataset
 
 from lightning_omni.errors import ConfigurationError, RankLost, UnsupportedError
-from lightning_omni.methods import Method, method_named
+from lightning_omni.methods import Method
 from lightning_omni.methods.model.server_optimizer import held_by
 from lightning_omni.runtime._private import collectives_of, iterated_datasets, store_of
 from lightning_omni.runtime.executor import Executor
-from lightning_omni.runtime.model.buffer_sync import BufferSync, Merge, buffers_of
+from lightning_omni.runtime.model.buffer_sync import Merge, buffers_of
 from lightning_omni.runtime.model.replica import SAMPLED, fingerprints
-from lightning_omni.runtime.model.sharded import local_of
-from lightning_omni.runtime.options import WorldOptions
+from lightning_omni.runtime.model.tensor_sync import are_alike
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.process_groups import check_none_lost, is_switched
 
@@ -78,18 +73,12 @@ def check_may_begin(parallel: ParallelState, is_begun: bool, exchanges: bool) ->
 # Rule 2: the others wait for a slow member. Only a member that has begun a collective which the first will never join
 # waits in vain, and process groups count their collectives.
 #
-# A rank that holds a part of a model and has failed alone, or was interrupted, is at another collective than its peers,
+# A rank that holds a part of a model and has failed or was interrupted alone is at another collective than its peers,
 # which would mistake its next one for theirs. `failed_at_one_place` therefore compares reports of failures in the
 # store.
 
-WITHIN = 10.0
-"""Seconds in which all members of an interrupted group must have left their loops."""
 POLL_S = 0.5
 """Seconds between two polls of whether another member has left its loop."""
-_LEAVE_TOGETHER = (
-    "all members of a compute group must make the same number of steps: give each the same number of batches, or end"
-    " the loop alike on all of them"
-)
 _loops = count()
 
 
@@ -102,7 +91,6 @@ class ExitCheck:
     def __init__(self, parallel: ParallelState) -> None:
         self._parallel = parallel
         self.steps = 0
-        self._is_interrupted = False
         self._collectives = 0
         self.renew()
 
@@ -114,34 +102,12 @@ class ExitCheck:
 
     @contextmanager
     def watch(self) -> Iterator[None]:
-        with self.watch_others(), self._noting():
-            yield
-
-    @contextmanager
-    def watch_others(self) -> Iterator[None]:
         is_over = threading.Event()
         threading.Thread(target=self._watch_others, args=(is_over,), name="omni-leaving", daemon=True).start()
         try:
             yield
         finally:
             is_over.set()
-
-    @contextmanager
-    def _noting(self) -> Iterator[None]:
-        is_ours = threading.current_thread() is threading.main_thread()
-        if not is_ours or signal.getsignal(signal.SIGINT) is not signal.default_int_handler:
-            yield
-            return
-        signal.signal(signal.SIGINT, self._note)
-        try:
-            yield
-        finally:
-            if signal.getsignal(signal.SIGINT) == self._note:
-                signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def _note(self, number: int, frame: FrameType | None) -> None:
-        self._is_interrupted = True
-        signal.default_int_handler(number, frame)
 
     def step_done(self) -> None:
         """Count this rank's collectives at the end of a step; inside one, members' counts may differ."""
@@ -153,30 +119,24 @@ class ExitCheck:
         """Wait until this group's members leave the loop, too, up to the run's timeout, before ranks synchronize.
 
         Raises:
-            RankLost: another member waits for this one in a further step, has left after another number of steps, or
-                has not left `WITHIN` seconds after this one was interrupted.
+            RankLost: another member waits for this one in a further step, or has left after another number of steps.
         """
         if not self._is_needed:
             return
         parallel, control = self._parallel, self._parallel.control
-        is_interrupted, self._is_interrupted = self._is_interrupted, False
         since = self._count() - self._collectives
         self._times += 1
         steps = self._steps_here
         store, keys = self._store, [self._key(member) for member in parallel.members]
-        limit = time.monotonic() + (WITHIN if is_interrupted else parallel.options.timeout.total_seconds())
+        limit = time.monotonic() + parallel.options.timeout.total_seconds()
         try:
             store.set(self._key(parallel.rank), str(steps))
             store.set(self._key("first"), f"{parallel.rank} {self._ended} {since}")
             while not _are_there(store, keys):
-                if control is None or control.cause is not None:
+                if control is None or control.cause is not None or time.monotonic() > limit:
                     return  # this rank's next call raises the cause
                 if store.check([waits := self._key("waits")]):
-                    self._end(is_interrupted, f"rank {store.get(waits).decode()} waits for it in a further step")
-                if time.monotonic() > limit:
-                    if not is_interrupted:
-                        return
-                    self._end(is_interrupted, f"other members of its compute group have not within {WITHIN:.0f} s")
+                    self._end(f"rank {store.get(waits).decode()} waits for it in a further step")
             theirs = {member: int(store.get(key)) for member, key in zip(parallel.members, keys, strict=True)}
             store.delete_key(self._key(parallel.rank, self._times - 1))  # read by all members, as they are here
         except RankLost:
@@ -185,14 +145,14 @@ class ExitCheck:
             return
         for member, others in theirs.items():
             if others != steps:
-                self._end(is_interrupted, f"rank {member} of its compute group has left it after {others}")
+                self._end(f"rank {member} of its compute group has left it after {others}")
 
-    def _end(self, is_interrupted: bool, but: str) -> None:
-        left, remedy = f"has left its loop after {self._steps_here} steps", _LEAVE_TOGETHER
-        if is_interrupted:
-            left = f"was interrupted (Ctrl-C) after {self._steps_here} steps and has left its loop"
-            remedy = "catch KeyboardInterrupt outside `with world.training():`, or end the loop alike on all ranks"
-        raise RankLost(f"rank {self._parallel.rank} {left}, and {but}: {remedy}")
+    def _end(self, but: str) -> None:
+        raise RankLost(
+            f"rank {self._parallel.rank} has left its loop after {self._steps_here} steps, and {but}: all members of a"
+            " compute group must make the same number of steps: give each the same number of batches, or end the loop"
+            " alike on all of them, also after Ctrl-C"
+        )
 
     def _watch_others(self, is_over: threading.Event) -> None:
         """Report, in a thread, that this rank waits for another member which has left the loop."""
@@ -292,62 +252,27 @@ class RawStepGuard:
         self._parallel, self._executor = parallel, executor
         self._wrapped: list[ref[Module]] = []
         self._stranger = ""
-        _guards.add(self)
 
     def wrapped(self, module: Module) -> None:
         self._wrapped.append(ref(module))
-        if self._executor().exchanges:
-            _watch_outside()
-            _outside.add(self)
-
-    def steps(self, optimizer: Optimizer) -> bool:
-        """Return whether an `OmniOptimizer` of this world makes a step of this optimizer."""
-        return self._executor().is_stepping and any(part.optimizer is optimizer for part in self._parallel.parts)
-
-    def warn_outside(self, optimizer: Optimizer) -> None:
-        """Warn once, on rank 0, of a step outside of a loop that moves wrapped weights."""
-        if self._parallel.control is not None or set(held_by(optimizer)).isdisjoint(self._weights()):
-            return
-        _outside.discard(self)
-        modules = {id(module()) for module in self._wrapped}
-        # `isinstance` would ask proxies for their class, which may be gone.
-        wrappers = (each for each in gc.get_objects() if issubclass(type(each), DistributedDataParallel))
-        if self._parallel.rank or any(
-            id(each.module) in modules and each.process_group.size() == self._parallel.size for each in wrappers
-        ):
-            return
-        _log.warning(
-            "%s.step() outside of `with world.training():` moves weights of a module that world.wrap() has wrapped for"
-            " groups: unless your program averages the gradients of all ranks, each group trains a model of its own."
-            " Put the loop into `with world.training():`, with an OmniOptimizer, or, for plain DistributedDataParallel,"
-            " wrap the module in it",
-            type(optimizer).__name__,
-        )
 
     @contextmanager
     def watch(self, steps: Callable[[], int]) -> Iterator[None]:
         """Watch all optimizers' steps in this context; ``steps`` returns the number of the world's own.
 
         Raises:
-            ConfigurationError: another optimizer steps wrapped weights; or only others step, or the weights move alone.
+            ConfigurationError: another optimizer steps wrapped weights, or only others step.
             UnsupportedError: a wrapped optimizer steps by itself.
         """
         self._stranger = ""
-        before = self._sums() if self._executor().exchanges and not self._parallel.parts else []
         guard = register_optimizer_step_pre_hook(self._refuse)
         try:
             yield
         finally:
             guard.remove()
-        if steps() or not self._executor().exchanges:
-            return
-        if self._stranger:
+        if self._stranger and self._executor().exchanges and not steps():
             raise ConfigurationError(
                 f"world.training(): no OmniOptimizer of this world has stepped, and {self._stranger} has; {_WRAP_THEM}"
-            )
-        if before and before != self._sums():
-            raise ConfigurationError(
-                f"world.training(): no OmniOptimizer was made, and the weights of the module have moved; {_WRAP_THEM}"
             )
 
     def _refuse(self, optimizer: Optimizer, *_: Any) -> None:
@@ -383,9 +308,6 @@ class RawStepGuard:
         for module in self.modules():
             yield from module.parameters()
 
-    def _sums(self) -> list[int]:
-        return [int(local_of(each).contiguous().view(-1).view(torch.uint8).sum()) for each in self._weights()]
-
 
 def unwrapped(trained: Iterable[Parameter], wrapped: Iterable[Module]) -> list[Module]:
     """Return the outermost modules in memory that hold trained weights which no wrapped module holds."""
@@ -411,67 +333,21 @@ def untrained_of(modules: Iterable[Module], trained: Container[Tensor]) -> dict[
     return dict(sorted((name, f"of checksum {mark:08x}") for name, mark in zip(names, marks, strict=True)))
 
 
-class OwnStatistics:
-    """The running statistics of the wrapped ``modules`` that are this rank's own, not merged by `World.enter_world`."""
-
-    def __init__(self, modules: Callable[[], Iterable[Module]]) -> None:
-        self._modules = modules
-        self._merged: dict[int, int] = {}
-
-    def merged(self, module: Module | None = None) -> None:
-        held = self._modules() if module is None else [module]
-        self._merged |= {id(each.tensor): mark for each, mark in _marked_statistics(held)}
-
-    def warn(self) -> None:
-        marked = _marked_statistics(self._modules())
-        if names := [each.name for each, mark in marked if self._merged.get(id(each.tensor)) != mark]:
-            _log.warning(
-                "world.training(): each rank has running statistics of its own after the loop (%s%s), and would"
-                " evaluate another model: call world.enter_world(net) as the loop's last line, which merges them",
-                *(names[0], f" and {len(names) - 1} more" if len(names) > 1 else ""),
-            )
-
-
-def _marked_statistics(modules: Iterable[Module]) -> list[tuple[BufferSync, int]]:
-    found = {id(each.tensor): each for module in modules for each in buffers_of(module) if each.merge is Merge.MEAN}
-    return [*zip(found.values(), fingerprints(each.tensor for each in found.values()), strict=True)]
-
-
-_guards: WeakSet[RawStepGuard] = WeakSet()
-_outside: WeakSet[RawStepGuard] = WeakSet()
-"""The guards that have not warned yet of steps outside of loops."""
-
-
-@cache
-def _watch_outside() -> None:
-    """Watch the steps of all optimizers from now on: no hook can be removed while hooks are called."""
-
-    def warn(optimizer: Optimizer, *_: Any) -> None:
-        if any(guard.steps(optimizer) for guard in list(_guards)):  # also that of another World, for the same module
-            return
-        for guard in list(_outside):
-            guard.warn_outside(optimizer)
-
-    register_optimizer_step_pre_hook(warn)
+def warn_of_own_statistics(parallel: ParallelState, modules: Iterable[Module]) -> None:
+    """Warn if ranks have different running statistics in the wrapped ``modules`` after a loop. All ranks call it."""
+    held = {id(each.tensor): each for module in modules for each in buffers_of(module) if each.merge is Merge.MEAN}
+    marks = fingerprints(each.tensor for each in held.values())
+    [are_one] = are_alike([zlib.crc32(repr(marks).encode())], parallel.all_reduce_max)
+    if not are_one and held and parallel.is_recorder:
+        first, *others = (each.name for each in held.values())
+        _log.warning(
+            "world.training(): each rank has running statistics of its own after the loop (%s%s), and would"
+            " evaluate another model: call world.enter_world(net) as the loop's last line, which merges them",
+            *(first, f" and {len(others)} more" if others else ""),
+        )
 
 
 # --- What a loop does not hear of, or divides otherwise than meant ----------------------------------------------------
-
-
-@contextmanager
-def announced_wait() -> Iterator[None]:
-    """Log after `WITHIN` that this rank, whose loop was closed, waits for the others: its caller may have failed."""
-    words = (
-        "the generator that has this rank's loop was closed, by a break or an error of its caller: the rank waits until"
-        " all others have left their loops"
-    )
-    timer = threading.Timer(WITHIN, _log.warning, (words,))
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
 
 
 def warn_of_no_update(method: Method, steps: int) -> None:
@@ -483,22 +359,6 @@ def warn_of_no_update(method: Method, steps: int) -> None:
     )
 
 
-def warn_of_variables(options: WorldOptions) -> None:
-    """Warn if OmniStrategy's variables of groups, method or server differ from a loop's settings: loops ignore them."""
-    own = {"GROUPS": options.groups, "METHOD": options.method, "SERVER": options.server.address}
-    given = {f"LIGHTNING_OMNI_{name}": str(value) for name, value in own.items()}
-    texts = {name: os.environ.get(name, "").strip() for name in given}
-    with suppress(ConfigurationError):  # the loop's own method may be spelled with other settings
-        if method_named(texts["LIGHTNING_OMNI_METHOD"]) == options.resolved_method():
-            del given["LIGHTNING_OMNI_METHOD"]
-    if unread := [name for name, value in given.items() if texts[name] not in ("", value)]:
-        _log.warning(
-            "%s in the environment is read by OmniStrategy alone, and this World has another setting: pass groups=, or"
-            " options=WorldOptions(method=..., server=...)",
-            " and ".join(unread),
-        )
-
-
 class OwnSamplers:
     """The samplers and iterable datasets of a loop by which each group trains all samples."""
 
@@ -506,7 +366,6 @@ class OwnSamplers:
         self._parallel, self._before = parallel, WeakSet(_samplers())
 
     def warn(self) -> None:
-        """Warn if there are any. A loop calls it in its first step."""
         parallel, members = self._parallel, len(self._parallel.members)
         is_made = any(each.num_replicas == members and each not in self._before for each in _samplers())
         name = "a DistributedSampler was made" if is_made else _iterable_that_asks()

@@ -34,7 +34,10 @@ LEARN = 2.0
 
 
 class Connection:
-    """The joining and leaving of the server; the connection is `ParallelState.control` while it is open.
+    """The joining and leaving of the server, and the forming of groups; `ParallelState.control` is the open connection.
+
+    All live ranks form groups, or one group joins a running run, with the rank numbers that its `GroupRegistration` has
+    reserved.
 
     Attributes:
         on_stuck: called in a thread, with the reason, before this process is ended.
@@ -111,7 +114,8 @@ class Connection:
             address, key, run = parallel.options.server.address, load_key(), registration.run
         self._exchange.synchronizations = 0
         specs = tuple(spec for part in parallel.parts for spec in part.replica.layout_with({}).specs)
-        layout = Layout(specs, division=self._division)
+        ordered = (each for part in parallel.parts for each in part.replica.ordered)
+        layout = Layout(specs, division=division_of(ordered, parallel.mesh) if parallel.is_sharded else "")
         size = 0 if parallel.joins_running_run else parallel.size  # 0 if these ranks are not announced
         silence = registration.silence if registration is not None else 0.0
         try:
@@ -132,20 +136,13 @@ class Connection:
         for part in self._parallel.parts:
             part.replica.divide(self._parallel.servers)
 
-    @property
-    def _division(self) -> str:
-        parallel = self._parallel
-        if not parallel.is_sharded:
-            return ""
-        return division_of((each for part in parallel.parts for each in part.replica.ordered), parallel.mesh)
-
     # --- To leave ----------------------------------------------------------------------------------------------------
 
     def leave(self, reason: str = "", has_finished: bool = False) -> None:
         """Leave the server, if this rank has joined it.
 
-        ``reason`` is how this rank has failed, with which its group is evicted; "" if it has not. ``has_finished`` is
-        whether the run is at its end.
+        Its group is evicted with the ``reason`` for which this rank has failed, if any; ``has_finished`` is whether the
+        run is at its end.
         """
         self._closed.set()
         if self._parallel.control is not None:
@@ -184,15 +181,7 @@ class Connection:
 
         threading.Thread(target=end, name="omni-end", daemon=True).start()
 
-
-class GroupFormation:
-    """The forming of groups by all live ranks, and the joining of a running run by one group.
-
-    The joining group has the rank numbers that its `GroupRegistration` has reserved.
-    """
-
-    def __init__(self, parallel: ParallelState, exchange: ServerExchange, connection: Connection) -> None:
-        self._parallel, self._exchange, self._connection = parallel, exchange, connection
+    # --- Groups are formed -------------------------------------------------------------------------------------------
 
     def form(
         self, groups: int | None = None, speeds: Mapping[int, float] | None = None, keeps_epoch: bool = False
@@ -272,15 +261,14 @@ class GroupFormation:
     def take_part(self) -> m.Joined:
         """Join a running run, as soon as its groups train separately. All ranks of this group call it.
 
-        Return the server's answer. `ServerStore.read_run_state` reads further state, `ServerExchange.read_weights` the
-        weights.
+        `ServerStore.read_run_state` reads further state, `ServerExchange.read_weights` the weights.
 
         Raises:
             ConfigurationError: the run exchanges with other settings than this group.
             OmniError: the run is over, or the server is gone or refuses.
         """
         parallel = self._parallel
-        self._connection.join()
+        self.join()
         assert parallel.registration is not None
         joined: m.Joined = m.decode(
             bytes.fromhex(ask_for_all(parallel.broadcast_text_at_launch, parallel.is_leader, self._ask_to_join)),
@@ -317,20 +305,13 @@ class GroupFormation:
 
     def read_again(self) -> None:
         parallel = self._parallel
-        written = torch.tensor(any(part.replica.written() for part in parallel.parts), device=parallel.device)
-        if len(parallel.members) > 1:
-            dist.all_reduce(written, op=dist.ReduceOp.MAX, group=parallel.compute_group)
-        if written:
+        written = any(part.replica.written() for part in parallel.parts)
+        if any(parallel.process_groups.largest([written], parallel.compute_group)):
             self._exchange.read_weights()
         for part in parallel.parts:
             part.replica.own_frozen()  # frozen weights that the run's groups have written are this group's own, too
 
 
 def arguments_of(method: Mapping[str, Any], wire_format: Mapping[str, Any], overlap: bool) -> tuple[str, ...]:
-    """Return the arguments of OmniStrategy for the exchanges of a run, which is described by plain data.
-
-    Example:
-        >>> arguments_of({"name": "diloco", "period": 8}, {"name": "raw"}, overlap=False)
-        ('method="diloco:period=8"', 'compression="fp32"', 'overlap=False')
-    """
+    """Return the arguments of OmniStrategy for the exchanges of a run, which is described by plain data."""
     return f'method="{REGISTRY.text_of_wire(method)}"', argument_of(wire_format), f"overlap={overlap}"

@@ -72,7 +72,6 @@ class ParallelState:
         tensor_parallel: number of neighbours that compute on the same samples together.
         is_computing: whether groups that exchange train; the default process group is then this rank's group.
         is_entering: whether the group has joined groups that train, and is about to train.
-        joined_since_sync: whether the group has joined since the last synchronization.
         ever_lost: ranks that were lost in loops or fits that have ended.
         failures: reasons of ranks that have failed by themselves in these.
         where: returns this rank's position in its loop, in words.
@@ -100,6 +99,7 @@ class ParallelState:
             options.server.max_nonfinite_pushes,
             options.overlap,
         )
+        self.control: Control | None = None
         self.where: Callable[[], str] = str
         self.device = default_device(dist.get_backend()) if device is None else torch.device(device)
         self.rank, self.size = dist.get_rank(), dist.get_world_size()
@@ -128,10 +128,10 @@ class ParallelState:
         self._records = self.rank == RECORDER
         self._is_with_recorder = RECORDER in self.members
         self.generation = 0
-        self.control: Control | None = None
         self.parts: list[Part] = []
         self.names: dict[Parameter, str] = {}
         self.steps = 0
+        self.rate_factor = 1.0  # of all learning rates in steps of several groups; schedules and hooks set others
         self.server = RunServer(self.rank, options, ranks_per_node, self.shards if self.is_sharded else None)
         self.is_computing = self.is_entering = self.joined_since_sync = False
         self.ever_lost: set[int] = set()
@@ -152,9 +152,8 @@ class ParallelState:
     def _count_ranks_per_node(self) -> list[int]:
         """Return the number of ranks on each node, which may differ, as torchrun started them. All ranks call it."""
         local, host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)), zlib.crc32(socket.gethostname().encode())
-        before, after = [0] * 2 * self.rank, [0] * 2 * (self.size - self.rank - 1)
-        of_ranks = self._largest([*before, local, host, *after])
-        sizes, hosts, found = of_ranks[::2], of_ranks[1::2], list[int]()
+        sizes, hosts = zip(*self.process_groups.gather([local, host]), strict=True)
+        found = list[int]()
         if not all(sizes):  # srun and mpirun set no LOCAL_WORLD_SIZE
             found = [len([*of_host]) for _, of_host in groupby(hosts)]
             if len(found) > len(set(hosts)):
@@ -171,10 +170,9 @@ class ParallelState:
     def check_same(self, settings: Mapping[str, str]) -> None:
         """Raise `ConfigurationError` unless all ranks started together, which call it, have these settings."""
         remedy = "all ranks train in one run: pass the same on each of them, and set the same environment variables"
-        agree({f"setting {name}": text for name, text in settings.items()}, self.torch_rank, self._largest, remedy)
-
-    def _largest(self, numbers: Sequence[int]) -> list[int]:
-        return self.process_groups.largest(numbers, self.process_groups.original) if self.size > 1 else list(numbers)
+        agree(
+            {f"setting {name}": text for name, text in settings.items()}, self.torch_rank, self.all_reduce_max, remedy
+        )
 
     # --- Which rank is where ------------------------------------------------------------------------------------------
 
@@ -211,7 +209,6 @@ class ParallelState:
 
     @property
     def torch_members(self) -> Sequence[int]:
-        """Return `members`, as torch.distributed numbers them."""
         return self.members if self.registration is None else range(self.size)
 
     @property
@@ -253,7 +250,6 @@ class ParallelState:
 
     @property
     def replicas(self) -> int:
-        """Return the number of replicas of the model in this rank's group."""
         return len(self.members) // self.shards
 
     @property
@@ -300,7 +296,6 @@ class ParallelState:
 
     @property
     def has_replicas(self) -> bool:
-        """Return whether any group holds several replicas of a sharded model."""
         return self.is_sharded and any(len(members) > self.shards for members in self._compute_groups.groups)
 
     def make_groups(self, gather: Callable[[list[int]], list[list[int]]] | None = None) -> None:
@@ -321,24 +316,21 @@ class ParallelState:
         return list({id(group): group for group in map(self.process_groups.compute, topologies)}.values())
 
     def abandon_groups(self) -> None:
-        """Destroy this failed rank's `groups_inside`."""
         for topology in (self._compute_groups, self._alike, *self._parted):
             self.process_groups.abandon(topology)
         self._mesh = None
 
     @property
     def lost(self) -> tuple[int, ...]:
-        """Return the ranks that the server has reported as lost."""
         return self.control.lost if self.control else ()
 
     @property
     def joins_running_run(self) -> bool:
-        """Return whether this rank's group joins, or has joined, a running run; see `GroupFormation.take_part`."""
+        """Return whether this rank's group joins, or has joined, a running run; see `Connection.take_part`."""
         return self.registration is not None and not self.registration.begins
 
     @property
     def has_joined(self) -> bool:
-        """Return whether this rank's group has joined a running run."""
         return self.joins_running_run and self.control is not None
 
     @property
@@ -349,13 +341,11 @@ class ParallelState:
 
     @property
     def live_groups(self) -> tuple[int, ...]:
-        """Return the numbers of the groups without a lost rank."""
         lost = set(self.lost)
         return tuple(g for g in self.topology.alive if not lost.intersection(self.topology.members(g)))
 
     @property
     def steps_at_worker(self) -> bool:
-        """Return whether the user's optimizer steps on every rank."""
         return self.method.steps_at == "worker"
 
     @property
@@ -365,7 +355,6 @@ class ParallelState:
 
     @property
     def server_address(self) -> str:
-        """Return the server's address; empty without one."""
         return self.control.address if self.control else ""
 
     @property
@@ -384,23 +373,17 @@ class ParallelState:
         return self.process_groups.compute(self.holders)
 
     def split_of(self, part: Part, servers: int) -> Partition:
-        """Return the division of an optimizer's parameters over so many servers."""
-        layout = part.replica.layout
         if servers == 1:
-            return Partition.whole(layout)
-        if part.split is None or part.split.layout is not layout or len(part.split.shares) != servers:
-            at_servers = None if self.steps_at_worker else part.optimizer
-            part.split = Partition.of(layout, servers, is_elementwise(self.method, at_servers))
-        return part.split
+            return Partition.whole(part.replica.layout)
+        at_servers = None if self.steps_at_worker else part.optimizer
+        return Partition.of(part.replica.layout, servers, is_elementwise(self.method, at_servers))
 
     @property
     def joined(self) -> Control:
-        """Return the connection to the server, which this rank has joined."""
         assert self.control is not None
         return self.control
 
     def empty(self, nbytes: int) -> Tensor:
-        """Return memory for exchanges with the server: see `Control.empty`."""
         return self.joined.empty(nbytes)
 
     def learn_names(self, module: Module) -> None:
@@ -450,5 +433,4 @@ class ParallelState:
         return unpack(packed, torch.tensor([*values], dtype=torch.uint8), copy=True)
 
     def barrier(self) -> None:
-        """Wait until all live ranks call this."""
         dist.barrier(self.process_groups.live)  # by torch's frame `user_collective_of` finds the user's call

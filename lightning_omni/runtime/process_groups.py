@@ -1,7 +1,6 @@
 """torch.distributed's process groups: one for each compute group, one of all live ranks, and the current default.
 
-Compute groups are kept for later fits of the same script. All live ranks decide together whether a topology's groups
-must be created.
+Compute groups are kept for later fits of the same script.
 
 The server carries out the collectives of all live ranks, `LiveWorld`: none waits for dead ranks, and all survivors get
 the same contributions. Small payloads are sent over the server's control socket, larger ones over its data socket, and
@@ -16,7 +15,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from functools import partial, reduce
 from typing import Any
-from weakref import WeakMethod, ref
+from weakref import WeakKeyDictionary, WeakMethod, ref
 
 import torch
 import torch.distributed as dist
@@ -46,12 +45,15 @@ class _Cache:
     """The process groups created beside one default process group. Destroying the default destroys all of them.
 
     The cache keeps no process group alive, nor its store, whose port another default process group may need.
+
+    Attributes:
+        lost: the lost ranks of the run whose survivors are the default process group.
     """
 
-    def __init__(self, default: Any) -> None:
-        self.default = ref(default)
+    def __init__(self) -> None:
         self.live: ref[LiveWorld] | None = None
         self.compute: dict[Groups, _Made] = {}
+        self.lost: Sequence[int] = ()
 
     def destroy(self, groups: Groups) -> None:
         made = self.compute.pop(groups, None)
@@ -60,28 +62,19 @@ class _Cache:
             dist.destroy_process_group(group)
 
 
-_cache: _Cache | None = None
-
-
-_survivors: tuple[ref[Any], tuple[int, ...]] | None = None
-"""The default process group of ranks that have outlived others in this process, and the ranks that were lost."""
+_caches: WeakKeyDictionary[Any, _Cache] = WeakKeyDictionary()
+"""The cache beside each default process group."""
 
 
 def outlive(group: Any, lost: Sequence[int]) -> None:
     """Record that a process group, the next default, consists of the surviving ranks of a run."""
-    global _survivors
-    _survivors = ref(group), tuple(lost)
+    _caches.setdefault(group, _Cache()).lost = lost
 
 
 def check_none_lost() -> None:
-    """Check that the default process group still has all ranks of the script's begin.
-
-    Raises:
-        RankLost: an earlier fit or loop has lost some; Lightning and loaders would still count them.
-    """
-    if _survivors is None or _survivors[0]() is not dist.group.WORLD:
+    """Raise a `RankLost` if an earlier fit or loop has lost ranks, which Lightning and loaders would still count."""
+    if not (lost := _caches.get(dist.group.WORLD, _Cache()).lost):
         return
-    lost = _survivors[1]
     were = f"rank {lost[0]} was" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} were"
     raise RankLost(
         f"{were} lost in the fit or loop before, and this one would begin without: start the script again, from a"
@@ -91,28 +84,19 @@ def check_none_lost() -> None:
 
 def is_switched() -> bool:
     """Return whether the default process group is one that a World uses while groups train."""
-    made = [] if _cache is None else [_cache.live, *(each.group for each in _cache.compute.values())]
+    made = [
+        group for cache in _caches.values() for group in (cache.live, *(each.group for each in cache.compute.values()))
+    ]
     return any(group is not None and group() is dist.group.WORLD for group in made)
 
 
 def check_not_in_loop() -> None:
-    """Check that the default process group is not one that a World uses while groups train.
-
-    Raises:
-        ConfigurationError: it is; another World would take it for that of all ranks.
-    """
+    """Raise a `ConfigurationError` if `is_switched`: another World would take the group for that of all ranks."""
     if is_switched():
         raise ConfigurationError(
             "a second World while compute groups train, inside `with world.training():` or a fit: torch.distributed"
             " refers to one group there; make each World before or after it"
         )
-
-
-def _cache_beside(default: Any) -> _Cache:
-    global _cache
-    if _cache is None or _cache.default() is not default:
-        _cache = _Cache(default)
-    return _cache
 
 
 class ProcessGroups:
@@ -127,7 +111,6 @@ class ProcessGroups:
         self._is_group = is_group
         self._stay: set[Groups] = set()
         self._found: Any = None
-        self._beside: _Cache | None = None
         wait_for_gloo_at_exit()
 
     @property
@@ -139,9 +122,7 @@ class ProcessGroups:
 
     @property
     def _cache(self) -> _Cache:
-        if self._beside is None:
-            self._beside = _cache_beside(self.original)
-        return self._beside
+        return _caches.setdefault(self.original, _Cache())
 
     @property
     def had_several(self) -> bool:
@@ -166,7 +147,7 @@ class ProcessGroups:
             return
         held = kept.compute.get(topology.groups)
         offer = 1 + secrets.randbelow(1 << 62)
-        of_all = (gather or self._gather)([held.number if held else 0, offer])
+        of_all = (gather or self.gather)([held.number if held else 0, offer])
         if held is not None and all(theirs == held.number for theirs, _ in of_all):
             kept.compute[topology.groups] = kept.compute.pop(topology.groups)  # it was used last
             return
@@ -232,7 +213,7 @@ class ProcessGroups:
                 group.abort()
 
     def leave(self) -> None:
-        self._found = self._beside = None
+        self._found = None
 
     # --- Among all ranks -----------------------------------------------------------------------------------------
 
@@ -248,7 +229,7 @@ class ProcessGroups:
         mine = text.encode() if self._rank == by else None
         return broadcast_bytes(mine, partial(broadcast_from, group=group, device=self._device, source=by)).decode()
 
-    def _gather(self, numbers: list[int]) -> list[list[int]]:
+    def gather(self, numbers: list[int]) -> list[list[int]]:
         mine = torch.tensor(numbers, dtype=torch.int64, device=self._device)
         return [theirs.tolist() for theirs in gathered(mine, self.original)]
 
@@ -335,15 +316,7 @@ class LiveWorld(dist.ProcessGroup):
         return _Done(list(tensors))
 
     allreduce_coalesced = allreduce
-
-    def reduce(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
-        op = _op(opts)
-        root = self.ranks[opts.rootRank]  # before ranks may die in the collective
-        for tensor in tensors:
-            parts = self._gather(f"reduce({_signature(tensor)}, {op}, {root})", tensor)
-            if root == self._global_rank:
-                tensor.copy_(_reduced(parts, op))
-        return _Done(list(tensors))
+    reduce = allreduce  # type: ignore[assignment]  # torch leaves open what the ranks get that did not ask for the sum
 
     def broadcast(self, tensors: Sequence[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
         root = self.ranks[opts.rootRank]
@@ -357,19 +330,17 @@ class LiveWorld(dist.ProcessGroup):
 
     def allgather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any = None) -> dist.Work:  # type: ignore[override]
         """Gather every rank's tensor. If ranks have died meanwhile, the last outputs are zeros."""
-        for places, tensor in zip(outputs, inputs, strict=True):
+        for places, tensor in zip(outputs or [()], inputs, strict=True):
             parts = list(self._gather(f"all_gather({_signature(tensor)})", tensor).values())
             for index, place in enumerate(places):
                 place.copy_(parts[index]) if index < len(parts) else place.zero_()
         return _Done(list(outputs))
 
+    gather = allgather  # type: ignore[assignment]  # with outputs on one rank only
+
     def all_gather_single(self, output: Tensor, input: Tensor, opts: Any = None) -> dist.Work:
-        """Gather every rank's tensor, concatenated. If ranks have died meanwhile, the end is zeros."""
-        parts = list(self._gather(f"all_gather_single({_signature(input)})", input).values())
-        flat = output.view(-1)
-        flat.zero_()
-        for index, part in enumerate(parts):
-            flat[index * part.numel() : (index + 1) * part.numel()] = part.reshape(-1).to(flat.device)
+        """Gather every rank's tensor, concatenated; see `allgather`."""
+        self.allgather([output.view(-1).split(max(1, input.numel()))], [input.reshape(-1)])
         return _Done(output)
 
     _allgather_base = all_gather_single  # its name before torch 2.13
@@ -379,15 +350,6 @@ class LiveWorld(dist.ProcessGroup):
     ) -> dist.Work:
         for output, tensor in zip(outputs, inputs, strict=True):
             self.all_gather_single(output, tensor)
-        return _Done(list(outputs))
-
-    def gather(self, outputs: Sequence[Sequence[Tensor]], inputs: Sequence[Tensor], opts: Any) -> dist.Work:  # type: ignore[override]
-        root = self.ranks[opts.rootRank]  # before ranks may die in the collective
-        for index, tensor in enumerate(inputs):
-            parts = self._gather(f"gather({_signature(tensor)}, {root})", tensor)
-            if root == self._global_rank:
-                for place, part in zip(outputs[index], parts.values(), strict=False):
-                    place.copy_(part)
         return _Done(list(outputs))
 
     send = _not_offered("send")
@@ -487,10 +449,7 @@ def is_of_a_collective(error: BaseException) -> bool:
 
 
 def _raised_first(error: BaseException) -> BaseException:
-    """Return the error of a collective, also where torch's logging has replaced it.
-
-    While a group computes, the default process group numbers its ranks from 0, and torch's logging may not find this
-    rank.
-    """
+    """Return the error of a collective, also where torch's logging has replaced it."""
+    # While a group computes, the default process group numbers its ranks from 0, and that may not find this rank.
     is_of_logging = type(error) is ValueError and "is not part of group" in str(error)
     return error.__context__ if is_of_logging and error.__context__ is not None else error

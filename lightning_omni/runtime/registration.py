@@ -52,9 +52,7 @@ class GroupRegistration:
         broadcast_text: returns the text of rank 0 on every rank of the group.
 
     Attributes:
-        first: as in `GroupRegistered`, as is ``silence``.
-        announced: number of ranks in the group that has begun the run.
-        begins: whether this group begins the run.
+        first: as in `GroupRegistered`, as are ``announced`` and ``silence``.
 
     Raises:
         OmniError: the server cannot be reached or refuses; or the run is over, or is not the one that evicted this

@@ -54,9 +54,7 @@ class ServerStore:
     def snapshot(self, with_state: bool = True, version: int = 0) -> ServerSnapshot:
         """Return a consistent state of the servers, or this rank's share of it.
 
-        Args:
-            with_state: whether to include the states of optimizers, methods and groups.
-            version: number of a validation, for the state at the first request with that number; 0 for the current one.
+        With ``with_state`` it has those of optimizers, methods and groups; ``version`` is as in `TakeSnapshot`.
         """
         requests, take = self._connections(), m.TakeSnapshot(with_state=with_state, version=version)
         answers = requests.exchange([Outgoing(take)] * requests.count, m.Snapshot)
@@ -105,7 +103,6 @@ class ServerStore:
         requests.exchange(seeds, m.WeightsUploaded)
 
     def store_group_state(self, packed: Packed, buffer: Tensor) -> None:
-        """Store the state that only this group has, or this rank's share of it, for the next snapshot."""
         message = m.GroupState(packed=packed, nbytes=buffer.numel())
         self._connections().own.exchange(message, m.GroupStateStored, buffer)
 
@@ -320,7 +317,6 @@ class ServerExchange:
             self._parallel.core.apply_answer(index, self.receive(index))
 
     def read_weights(self) -> None:
-        """Load the server's weights, although the group's method did not request them."""
         for index, part in enumerate(self._parallel.parts):
             part.replica.load(self.ask_weights(self._parallel.core.fetch(index)))
 

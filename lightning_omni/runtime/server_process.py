@@ -8,6 +8,7 @@ import os
 import secrets
 import socket
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 
 import msgspec
@@ -38,7 +39,8 @@ class RunServer:
         shares: required number of servers, one for each share of a sharded model; None for that in the options.
 
     Attributes:
-        process: process of the embedded server, on rank 0; one that was started in advance may be set here.
+        processes: processes of this rank's embedded servers, by number; 0 coordinates, and one that was started in
+            advance may be set as that.
     """
 
     def __init__(
@@ -47,10 +49,8 @@ class RunServer:
         self._rank, self._options, self._ranks_per_node, self._needed = rank, options, ranks_per_node, shares
         self._key = b""
         self.transport = options.server.resolved_transport()
-        self.process: ServerProcess | None = None
-        self._shares: dict[int, ServerProcess] = {}  # further servers that this rank starts, by number
+        self.processes: dict[int, ServerProcess] = {}
         self._states: PrivateDirectory | None = None
-        self._dismissed: list[tuple[list[ServerProcess], PrivateDirectory | None]] = []
         self._taught: tuple[Method, Sequence[Part]] | None = None
         self._failure: Exception | None = None
 
@@ -81,12 +81,12 @@ class RunServer:
         return self._options.server.count == "per-node" and self.count > 1
 
     @property
-    def _own_shares(self) -> Sequence[int]:
-        """Return the numbers of the servers that this rank starts, without the coordinating one."""
+    def _own(self) -> Sequence[int]:
+        """Return the numbers of the servers that this rank starts."""
         if self._options.server.count != "per-node":
-            return range(1, self.count) if self._rank == 0 else ()
-        firsts = itertools.accumulate(self._ranks_per_node[:-1])
-        return [number for number, first in enumerate(firsts, 1) if first == self._rank]
+            return range(self.count) if self._rank == 0 else ()
+        firsts = itertools.accumulate([0, *self._ranks_per_node[:-1]])
+        return [number for number, first in enumerate(firsts) if first == self._rank]
 
     @property
     def is_on_this_node_only(self) -> bool:
@@ -111,22 +111,18 @@ class RunServer:
         if self._options.server.address is not None:
             return
         self._taught = method, list(parts)
-        for number in self._own_shares:
-            if number not in self._shares:
-                self._shares[number] = ServerProcess()
-        if self._rank != 0:
-            return
-        if self._options.server.count == "per-node" and self.count == 1:
+        if self._rank == 0 and self._options.server.count == "per-node" and self.count == 1:
             _log.info('server="per-node" on one node is one server')
         self._failure = None
         try:
-            if self.process is None:
-                self.process = ServerProcess()
-            if not self.process.is_told:
+            for number in self._own:
+                if number not in self.processes:
+                    self.processes[number] = ServerProcess()
+            if self._rank == 0 and not self.processes[0].is_told:
                 self._key = key_of_environment() or new_key()
                 self._states = self._states or self._place_for_states(self._taught[1])
-                self.process.configure(self._settings(method, self._taught[1]))
-        except (OSError, ConfigurationError) as error:  # the other ranks wait in `find`, which reports it
+                self.processes[0].configure(self._settings(method, self._taught[1]))
+        except (OSError, ConfigurationError) as error:  # the other ranks wait in `find`: it is reported there
             self._failure = error
 
     def share(self, address: str, key: bytes) -> None:
@@ -137,43 +133,33 @@ class RunServer:
         """
         if self._taught is None:
             return
+        if self._failure is not None:
+            raise self._failure
         settings = self._settings(*self._taught)
-        for number, process in self._shares.items():
+        for number, process in self.processes.items():
             if not process.is_told:
                 # On rank 0's node it has the same host; elsewhere the address from which it reaches rank 0's server.
                 host = settings.host if self._rank == 0 else ""
                 own = {"key": key.hex(), "host": host, "number": number, "coordinator": address, "record": ""}
                 process.configure(msgspec.structs.replace(settings, **own))
-        for process in self._shares.values():
+        for process in self.processes.values():
             process.address()
 
-    def dismiss(self) -> None:
-        """End servers that no rank has joined, without waiting."""
-        processes = [*([self.process] if self.process is not None else []), *self._shares.values()]
-        for process in processes:
-            process.dismiss()
-        self._dismissed.append((processes, self._states))
-        self.process, self._states, self._shares, self._failure = None, None, {}, None
+    def stop(self, has_failed: bool = False, waits: bool = True) -> None:
+        """End the embedded servers, and wait for them, unless no rank has joined them.
 
-    def stop(self, has_failed: bool = False) -> None:
-        """End the embedded servers, and wait for them and for those that were dismissed.
-
-        If a rank other than 0 has failed, its further servers continue.
+        If a rank other than 0 has failed, its servers continue: they end with the one that coordinates.
         """
-        if self.process is not None:
-            self.process.stop()
-            self.process = None
-        if self._states is not None:
-            self._states.remove()
-            self._states = None
-        for process in self._shares.values():  # they end with the one that coordinates
-            process.leave() if has_failed and self._rank else process.stop()
-        for processes, states in self._dismissed:
+        processes, states = list(self.processes.values()), self._states
+        self.processes, self._states, self._failure = {}, None, None
+
+        def end() -> None:
             for process in processes:
-                process.stop()
+                process.leave() if has_failed and self._rank else process.stop()
             if states is not None:
                 states.remove()
-        self._shares, self._dismissed, self._failure = {}, [], None
+
+        end() if waits else threading.Thread(target=end, name="omni-dismiss").start()
 
     def find(self, broadcast_text: Callable[[str], str]) -> tuple[str, bytes, str]:
         """Return address, key and a name for the run on all ranks, which call it; a key that they have is not sent.
@@ -191,10 +177,9 @@ class RunServer:
         run = secrets.token_hex(8)
         if self._options.server.address is not None:
             return self._options.server.address, "", run
-        assert self.process is not None
         # A key that all ranks were given is not sent, because these connections are not encrypted.
         key = ENVIRONMENT if key_of_environment() else self._key.hex()
-        return self.published(self.process.address()), key, run
+        return self.published(self.processes[0].address()), key, run
 
     @staticmethod
     def _key_of(text: str) -> bytes:

@@ -27,16 +27,14 @@ from lightning_omni.runtime.executor import Exchanging, Executor
 from lightning_omni.runtime.loop_checks import (
     ExitCheck,
     OwnSamplers,
-    OwnStatistics,
     RawStepGuard,
-    announced_wait,
     check_may_begin,
     untrained_of,
     unwrapped,
     warn_of_no_update,
-    warn_of_variables,
+    warn_of_own_statistics,
 )
-from lightning_omni.runtime.membership import LEARN, Connection, GroupFormation
+from lightning_omni.runtime.membership import LEARN, Connection
 from lightning_omni.runtime.model.external_writes import ExternalWrites
 from lightning_omni.runtime.model.merged_head import RemoteHead
 from lightning_omni.runtime.model.meshes import shown
@@ -116,14 +114,12 @@ class World(ParallelState):
         self.residuals = Residuals(self)
         self.exchange = ServerExchange(self)
         self.connection = Connection(self, self.exchange)
-        self._forming = GroupFormation(self, self.exchange, self.connection)
         self.parameter_groups = ParameterGroups(self, self.exchange)
         self.states = StateTransfer(self, self.exchange, self.residuals)
         self.external_writes = ExternalWrites(self, self.exchange, self.states)
         self.versions = ValidationSnapshots(self, self.exchange, self.external_writes)
         self.wrapper = ModelWrapper(self, lambda: self.executor.not_reduced())
         self._raw_steps = RawStepGuard(self, lambda: self.executor)
-        self._statistics = OwnStatistics(self._raw_steps.modules)
         self._local = Executor(self.heads)
         self._exchanging = Exchanging(self, self.exchange, self.parameter_groups, self.external_writes, self.heads)
         self.wants_stop = self.is_finished = self.is_begun = self.is_in_loop = False
@@ -143,7 +139,7 @@ class World(ParallelState):
     def dismiss_server(self) -> None:
         """End a server that was started as a precaution, if there is one group and no rank has joined."""
         if self.control is None and not self.executor.exchanges:
-            self.server.dismiss()
+            self.server.stop(waits=False)
 
     def check_method(self, groups: int) -> None:
         """Raise an error unless the method allows so many groups, and the server can import it and the format."""
@@ -240,9 +236,9 @@ class World(ParallelState):
             self.registration.close()
 
     def take_part(self) -> m.Joined:
-        """Join a running run with this rank's group: see `GroupFormation.take_part`."""
+        """Join a running run with this rank's group: see `Connection.take_part`."""
         self.executor.check_parts()
-        return self._forming.take_part()
+        return self.connection.take_part()
 
     def agree_on_recorder(self) -> None:
         """Agree in a sharded group whether it has the recorder, which may change meanwhile. All members call it."""
@@ -254,7 +250,7 @@ class World(ParallelState):
 
         All ranks of the group call it, before its first batch.
         """
-        self._forming.read_again()
+        self.connection.read_again()
         self.states.forget()
         self.external_writes.begin()
 
@@ -277,10 +273,8 @@ class World(ParallelState):
                 members of a group have made different numbers of steps.
         """
         check_may_begin(self, self.is_begun, self.executor.exchanges)
-        if self.is_recorder:
-            warn_of_variables(self.options)
-            if unread := self.options.unread:
-                _log.warning("world.training(): %s", unread)
+        if self.is_recorder and (unread := self.options.unread):
+            _log.warning("world.training(): %s", unread)
         self.ever_lost.clear()  # those that left an earlier loop, with an exception that was caught, are here again
         closed: GeneratorExit | None = None
         try:
@@ -290,23 +284,22 @@ class World(ParallelState):
             self.begin()
             self.enter_compute()
             before = [part.replica.clock for part in self.parts] if self.executor.exchanges else None
-            self._statistics.merged()
             with self._guarded() as leaving:
                 try:
                     yield self
                 except GeneratorExit as error:  # the loop is in a generator, whose caller has left it as by a break
                     closed = error
-            with nullcontext() if closed is None else announced_wait():
-                self._wait_for_all(_END)
-                was_synchronized = not self.is_computing
-                self._synchronize(_END)
-                if was_synchronized:
-                    self._follow_writes()
+            self._wait_for_all(_END)
+            was_synchronized = not self.is_computing
+            self._synchronize(_END)
+            if was_synchronized:
+                self.executor.follow_writes()
+            if self.executor.exchanges:
+                warn_of_own_statistics(self, self._raw_steps.modules())
             if self.executor.exchanges and self.is_recorder:
                 has_moved = [part.replica.clock for part in self.parts] != before or self.method.evaluated == "mean"
                 if leaving.steps and not has_moved:
                     warn_of_no_update(self.method, leaving.steps)
-                self._statistics.warn()
             self._forget_own()
             if self.executor.control is not None:
                 self.states.bring_to_all()
@@ -320,7 +313,7 @@ class World(ParallelState):
             raise closed
 
     def _wait_for_all(self, what: str) -> None:
-        """Wait for all ranks of a loop where groups are synchronized; an error names one that calls something else."""
+        # An error names a rank that calls something else.
         if self.executor.exchanges and not self.is_computing:
             self.process_groups.live.contribute(what, b"")
 
@@ -355,7 +348,7 @@ class World(ParallelState):
         """
         if self.registration is None:
             self._leaving = ExitCheck(self)
-            self._watching.enter_context(self._leaving.watch_others())
+            self._watching.enter_context(self._leaving.watch())
 
     def check_left(self) -> None:
         """Wait for the watched members of this group: see `ExitCheck.check`."""
@@ -489,9 +482,9 @@ class World(ParallelState):
         """Synchronize the groups: every rank gets the weights to evaluate. All ranks call it; it waits for them.
 
         Tensors that no optimizer moves become the same on all ranks: running statistics and the parameters of a
-        `torch.optim.swa_utils.AveragedModel` are averaged over the groups, counts of batches become the largest, and
-        other buffers, and other parameters that were written, rank 0's. Groups with weights of their own get these back
-        in `enter_compute`. If any rank of several groups ``wants_stop``, ``on_stop`` is called on all.
+        `torch.optim.swa_utils.AveragedModel` are averaged over the groups; other buffers, and other parameters that
+        were written, become rank 0's. Groups with weights of their own get these back in `enter_compute`. If any rank
+        of several groups ``wants_stop``, ``on_stop`` is called on all.
 
         Args:
             module: the model, with all that belongs to it (its average, for example); with None each group keeps its
@@ -511,19 +504,12 @@ class World(ParallelState):
             self.external_writes.watch(module)
             self.external_writes.merge(module)
         self._synchronize(what, module)
-        if self.is_in_loop and module is not None:
-            self._statistics.merged(module)
 
     def _synchronize(self, what: str, module: Module | None = None) -> None:
         reshard(self.wrapper.sharded)
         stops = self.executor.enter_world(module, self.wants_stop, what)
         if stops and self.on_stop is not None:
             self.on_stop()
-
-    def _follow_writes(self) -> None:
-        self.executor.follow_writes()
-        if self.external_writes.watched is not None:
-            self._statistics.merged(self.external_writes.watched)
 
     def wrap(self, module: Module, **ddp_options: Any) -> Module:
         """Wrap a module in DistributedDataParallel over the compute group, with rank 0's weights. All ranks call it.
@@ -605,7 +591,7 @@ class World(ParallelState):
             self.parameter_groups.agree()
         self.enter_world(module)
         if before.exchanges and groups == 1 and not computing:
-            self._follow_writes()
+            self.executor.follow_writes()
         if not before.exchanges:
             if groups == 1:
                 return ()
@@ -632,5 +618,5 @@ class World(ParallelState):
     def _form(
         self, groups: int | None = None, speeds: Mapping[int, float] | None = None, keeps_epoch: bool = False
     ) -> None:
-        self._forming.form(groups, speeds, keeps_epoch)
+        self.connection.form(groups, speeds, keeps_epoch)
         self.wrapper.average_over_replicas()

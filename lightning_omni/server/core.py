@@ -69,7 +69,7 @@ class ServerCore:
         resumed: whether it continues the run of an earlier server.
         on_run_over: called on other servers than 0 at the end of the run.
         data_port: port of the data socket, reported to every admitted rank; the driver sets it.
-        about: returns a description of the server's process for observers; the driver sets it.
+        versions: those of the server's packages, for observers; the driver sets them.
         strangers: refused messages that were malformed or whose sender had not been admitted, and connections that the
             driver refused.
     """
@@ -114,7 +114,7 @@ class ServerCore:
             self._table = (*TABLE, *COORDINATOR_TABLE, *rows)
         self.strangers = 0
         self.data_port = 0
-        self.about: Callable[[], m.ProcessInfo] = m.ProcessInfo
+        self.versions: dict[str, str] = {}
         self.observers = Observers(key, random)
         self.journal = Journal()
         self.reconnect_timeout = 0.0
@@ -351,7 +351,7 @@ class ServerCore:
 
     def _description(self) -> m.ServerDescription:
         return m.ServerDescription(
-            about=self.about(),
+            versions=self.versions,
             data_port=self.data_port,
             heartbeat_timeout=self.limits.heartbeat_of(self.roster.joining),
             progress_timeout=self.limits.progress,

@@ -224,5 +224,5 @@ class EventRecorder:
             "method": message.method,
             "wire_format": wire_format,
             "overlap": message.overlap,
-            "servers": max(self._servers, *(served.layout.servers for _, served in self._store.pushed)),
+            "servers": self._servers,
         }

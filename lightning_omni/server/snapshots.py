@@ -138,9 +138,8 @@ class Snapshots(Service):
         optimizer, weights, clock = part["optimizer"], part["weights"], int(part["clock"])
         if part.get("head") is not None:
             return ServedHead(optimizer, weights, clock, part["head"], groups, self._resolve, self._resolve_module)
-        room, servers = ROOM + int(part.get("room", 0)), int(part.get("servers", 1))
-        state = part.get("method")
-        return ServedParameters(optimizer, weights, clock, method, groups, self._resolve, state, room, servers=servers)
+        room, state = ROOM + int(part.get("room", 0)), part.get("method")
+        return ServedParameters(optimizer, weights, clock, method, groups, self._resolve, state, room)
 
 
 def _weights_of(contents: SnapshotContents) -> SnapshotContents:

@@ -28,11 +28,7 @@ class Priority(IntEnum):
 
 
 class Process:
-    """A generator in virtual time, started by `Engine.resume`.
-
-    Attributes:
-        is_over: whether it has returned or was stopped.
-    """
+    """A generator in virtual time, started by `Engine.resume`."""
 
     __slots__ = ("is_over", "priority", "returned", "timeline", "waiters")
 
@@ -119,5 +115,4 @@ class Engine:
 
 
 def until_resumed() -> Timeline:
-    """Wait until other code resumes the process; return the value that it passes."""
     return (yield None)

@@ -56,8 +56,6 @@ class Members:
 
     Args:
         is_balanced: whether they get parts of a batch in proportion to their speeds.
-        in_pairs: as in `positions`.
-        all_reduce: the format in which they average their gradients.
     """
 
     def __init__(
@@ -100,7 +98,6 @@ class Members:
         return rounds * self._link.ring_seconds(round(nbytes / rounds), len(self._ranks))
 
     def averaged(self, gradient: Sequence[Tensor | None]) -> Sequence[Tensor | None]:
-        """Return the all-reduce's result for gradients with this exact mean."""
         if self._is_exact:
             return gradient
         found = [None if each is None else each.clone() for each in gradient]

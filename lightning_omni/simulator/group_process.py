@@ -47,11 +47,7 @@ MOST_REFUSED = 10
 
 @dataclass
 class SimulationContext:
-    """The objects that all groups of a run share.
-
-    Attributes:
-        groups: the living groups by number.
-    """
+    """The objects that all groups of a run share."""
 
     engine: Engine
     server: SimulatedServer
@@ -127,8 +123,7 @@ class SimulatedGroup:
         if epoch is not None:
             self._data.restart(epoch)
         self._unpushed = UnpushedWork()
-        self._exchange: Process | None = None
-        self._under_way: ServerRequest | None = None
+        self._under_way: tuple[ServerRequest, Process] | None = None
         self._before = self._pushed = (0, 0)  # epoch and trained batches at the last two pushes
         self._published: list[Tensor] | None = None
         self._inbox = Total()
@@ -139,14 +134,14 @@ class SimulatedGroup:
     def live(self, joins: bool) -> Timeline:
         """Run the group, epoch after epoch; a group that joins reads the weights first."""
         if joins:
-            self.replica.load((yield from self._fetch(self.core.fetch(0))))
+            self.replica.load((yield from self._request(self.core.fetch(0))))
         yield from self._train_epoch()
         while self._data.epoch + 1 < self._context.monitor.limits.epochs:
             yield from self._context.barrier.wait(self.process)  # other groups may still wait for an answer
             self.open_epoch(self._data.epoch + 1)
             if self.core.method.steps_at == "server":
                 # The master weights have moved while the group waited for others.
-                self.replica.load((yield from self._fetch(self.core.fetch(0))))
+                self.replica.load((yield from self._request(self.core.fetch(0))))
             yield from self._train_epoch()
 
     def open_epoch(self, epoch: int) -> None:
@@ -246,13 +241,13 @@ class SimulatedGroup:
     def _wait_for(self, action: Action) -> Timeline:
         match action:
             case ServerRequest(waits=False):
-                return self._begin(action)
+                self._before, self._pushed = self._pushed, (action.epoch, action.trained)
+                self._under_way = action, self._begin(action)
+                return None
             case Receive():
                 return (yield from self._receive())
-            case ServerRequest(need=Exchange()):
-                return (yield from self._receive_answer(action, (yield from self._push(action))))
             case ServerRequest():
-                return (yield from self._fetch(action))
+                return (yield from self._request(action))
             case ReadPeer():
                 return (yield from self._read_peer(action.group))
             case ReadInbox():
@@ -264,45 +259,27 @@ class SimulatedGroup:
 
     # --- To the server and back --------------------------------------------------------------------------------------
 
-    def _begin(self, ask: ServerRequest) -> None:
-        process = Process(self._push(ask))
-        self._before, self._pushed = self._pushed, (ask.epoch, ask.trained)
-        self._under_way, self._exchange = ask, process
+    def _request(self, ask: ServerRequest) -> Timeline:
+        return (yield from self._answer_to(ask, self._begin(ask)))
+
+    def _begin(self, ask: ServerRequest) -> Process:
+        process = Process(self._push(ask) if isinstance(ask.need, Exchange) else self._fetch(ask))
+        self._context.network.exchanges[self.number] = process
         self._context.engine.resume(process)
+        return process
 
     def _receive(self) -> Timeline:
         assert self._under_way is not None
-        assert self._exchange is not None
-        ask, self._under_way = self._under_way, None
-        answer = yield self._exchange
-        self._exchange = None
-        return (yield from self._receive_answer(ask, answer))
+        (ask, exchange), self._under_way = self._under_way, None
+        return (yield from self._answer_to(ask, exchange))
 
     def stop(self) -> None:
-        engine = self._context.engine
-        engine.stop(self.process)
-        if self._exchange is not None:
-            engine.stop(self._exchange)
-        self.drop_answer()
-
-    def drop_answer(self) -> None:
-        if (attempt := self._context.network.exchanges.pop(self.number, None)) is not None:
-            self._context.engine.stop(attempt)
+        self._context.engine.stop(self.process)
+        if (exchange := self._context.network.exchanges.get(self.number)) is not None:
+            self._context.engine.stop(exchange)
 
     def _push(self, ask: ServerRequest) -> Timeline:
         done, self._unpushed = self._unpushed, UnpushedWork()
-        return (yield from self._until_answered(self._try_to_push(ask, done)))
-
-    def _until_answered(self, attempt: Timeline) -> Timeline:
-        """Exchange with the server, in a process that receives its answer; return the answer."""
-        exchanges = self._context.network.exchanges
-        process = exchanges[self.number] = Process(attempt)
-        self._context.engine.resume(process)
-        answer = yield process
-        del exchanges[self.number]
-        return answer
-
-    def _try_to_push(self, ask: ServerRequest, done: UnpushedWork) -> Timeline:
         server, network, need = self._context.server, self._context.network, ask.need
         assert isinstance(need, Exchange)
         nbytes, outgoing = server.prepare(self.core, ask)
@@ -328,17 +305,12 @@ class SimulatedGroup:
             )
 
     def _fetch(self, ask: ServerRequest) -> Timeline:
-        answer = yield from self._until_answered(self._try_to_fetch(ask))
-        return (yield from self._receive_answer(ask, answer))
-
-    def _try_to_fetch(self, ask: ServerRequest) -> Timeline:
         yield self._context.network.costs.ask(self.number)
-        out = self._context.server.ask(self.leader, self.core, ask)
-        self._context.network.deliver(out)
+        self._context.network.deliver(self._context.server.ask(self.leader, self.core, ask))
         return (yield None)
 
-    def _receive_answer(self, ask: ServerRequest, answer: tuple[m.Weights, list[Tensor]]) -> Timeline:
-        message, tensors = answer
+    def _answer_to(self, ask: ServerRequest, exchange: Process) -> Timeline:
+        message, tensors = yield exchange
         if len(self.ranks) > 1 and (seconds := self._passed_on(self._bytes_of_answer(ask))):
             yield self._context.engine.now + seconds
         return self.core.receive(message, tensors)
@@ -358,10 +330,10 @@ class SimulatedGroup:
     # --- From group to group -----------------------------------------------------------------------------------------
 
     def _read_peer(self, number: int) -> Timeline:
-        yield self._context.network.to_peer()
+        yield self._context.network.costs.to_peer()
         peer = self._context.groups.get(number)
         published = peer._published if peer is not None else None
-        yield self._context.network.to_peer(self._peer_bytes if published is not None else 0)
+        yield self._context.network.costs.to_peer(self._peer_bytes if published is not None else 0)
         if seconds := self._peer_updates(is_there=published is not None):
             yield self._context.engine.now + seconds
         return published
@@ -377,7 +349,7 @@ class SimulatedGroup:
 
     def _send(self, need: SendPeer) -> Timeline:
         tensors = copies(need.tensors)
-        yield self._context.network.to_peer(self._peer_bytes)
+        yield self._context.network.costs.to_peer(self._peer_bytes)
         if need.group in self._context.groups:
             self._context.groups[need.group]._inbox.add(tensors)
 

@@ -25,7 +25,6 @@ class Monitor:
     """The counters of a run, which evaluate it and end it.
 
     Args:
-        metrics: computes the present metrics, if any.
         clock: returns the clock of the master weights; None where each step counts as an update.
 
     Attributes:
@@ -71,7 +70,6 @@ class Monitor:
         self._begun[group] = self._engine.now, work
 
     def computed(self, group: int, samples: int) -> float:
-        """Record that a group has computed a gradient; return its ranks' seconds for it, summed."""
         self._computed[group] = self._engine.now
         self.samples += samples
         self.steps += 1

@@ -130,18 +130,6 @@ class Exchanges:
 
     Attributes:
         nodes: the node of each group's leader, by group number.
-
-    Example:
-        Two servers with half of 100 bytes each, over a link of 100 bytes a second; cards of 50 bytes a second:
-
-        >>> from lightning_omni.simulator.cluster import Link
-        >>> engine, cluster = Engine(), Cluster.even(2, link=Link(100.0), server=Link(50.0), servers=2)
-        >>> exchanges = Exchanges(engine, cluster, [0.5, 0.5])
-        >>> _ = engine.start(exchanges.push(0, 100))
-        >>> while engine.events:
-        ...     engine.step()
-        >>> engine.now  # a second through both cards at once, no faster than over the link
-        1.0
     """
 
     def __init__(self, engine: Engine, cluster: Cluster, shares: Sequence[float]) -> None:
@@ -191,7 +179,6 @@ class Exchanges:
         yield self._engine.now + delay if parts else self._engine.now
 
     def _unshared(self, parts: _Parts) -> float:
-        """Return the bytes that cross a link alone: all, if cards have infinite bandwidth."""
         return sum(nbytes for _, nbytes in parts) if math.isinf(self._card.bandwidth) else 0.0
 
     def _cross(self, parts: _Parts) -> Timeline:
@@ -215,6 +202,12 @@ class Exchanges:
 
     def _is_at_home(self, group: int, server: int) -> bool:
         return self._cluster.servers == "per-node" and self.nodes[group] == server
+
+    # --- From group to group -----------------------------------------------------------------------------------------
+
+    def to_peer(self, nbytes: int = 0) -> float:
+        """Return the arrival of a message to another group that is sent now. Links between groups are not shared."""
+        return self._engine.now + self._link.seconds(nbytes)
 
     # --- A merged head, which the first server holds -----------------------------------------------------------------
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass, field
-from itertools import islice
+from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 from torch import Tensor, nn
@@ -16,19 +16,19 @@ from lightning_omni.errors import ConfigurationError, ProtocolError
 from lightning_omni.group.core import Action, GroupCore, ServerRequest
 from lightning_omni.group.leased_batches import positions
 from lightning_omni.methods import REGISTRY, Method
-from lightning_omni.methods.contract import Exchange, Fetch, Gradient, NextGradient, Receive, Reply, Tensors
+from lightning_omni.methods.contract import Exchange, Fetch, Gradient, NextGradient, Receive, Reply
 from lightning_omni.methods.model.replica import Hyperparameters, Pulled, Replica, copies
-from lightning_omni.methods.model.server_optimizer import describe, detach_state, holds, hyperparameters_of
+from lightning_omni.methods.model.server_optimizer import describe, hyperparameters_of
 from lightning_omni.server.event_log import Event
 from lightning_omni.server.parameters.served_parameters import ServedParameters
 from lightning_omni.simulator.monitor import Row, arrays
-from lightning_omni.simulator.server import partitioned_format, resolve_also
+from lightning_omni.simulator.server import resolve_also
 from lightning_omni.simulator.workbench import Samples, Workbench, named_parameters, own_replica
 from lightning_omni.simulator.workload import Loss, MakeOptimizer
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.formats.base import RAW, Encoded, Memory, WireFormat, decode, from_wire, name_of
+from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, decode, from_wire, name_of
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.messages import Batch
 from lightning_omni.wire.partition import Partition, is_elementwise
@@ -66,14 +66,15 @@ def replay(
 
     Args:
         events: from `lightning_omni.server.event_log.read_record`, or as a recorder received them.
-        model: the model when groups were first formed, with all parameters that were added later; it is not changed.
+        model: the model when groups were first formed; it is not changed.
         loss: the mean loss of a batch, from the model and the batch.
         batches: returns the batch of an epoch's positions.
         optimizer: makes the torch optimizer from parameters.
 
     Raises:
-        ConfigurationError: the run has several optimizers or gossips, was not recorded from its beginning, or formed
-            new groups whose initial state is not on record.
+        ConfigurationError: the run has several optimizers or gossips, was not recorded from its beginning, changed its
+            parameters, formed new groups whose initial state is not on record, or had several servers, with fragments
+            or a wire format other than "fp32".
         ProtocolError: the record contradicts the method.
 
     Example:
@@ -142,36 +143,19 @@ def trace_of(events: Iterable[Event], optimizer: int | None = None) -> Trace:
     return Trace(arrays(Trace.COLUMNS, rows), updates=clock, seconds=now, ended="recorded", meta=meta)
 
 
-def _message(event: Event, tensors: Tensors, pull: bool = True, fragment: int | None = None) -> m.PushMessage:
-    return m.PushMessage(
-        optimizer=event.optimizer,
-        read_at=event.read_at,
-        present=tuple(tensor is not None for tensor in tensors),
-        hyperparameters=event.hyperparameters,
-        epoch=event.epoch,
-        trained=0,
-        nbytes=0,
-        note=event.note,
-        pull=pull,
-        fragment=-1 if fragment is None else fragment,
-    )
-
-
 @dataclass
 class _Group:
     ranks: tuple[int, ...]
     replica: Replica
     core: GroupCore
-    others: dict[str, Tensor] = field(default_factory=dict)
-    """Weights of parameters that other groups train and this one does not have yet."""
     has_joined: bool = False
     """Whether it has joined the others mid-run, and has not read the weights yet."""
     present: tuple[bool, ...] = ()
     """Whether each parameter had a gradient in the last push; empty if not recorded."""
-    sent: tuple[Exchange, Encoded] | None = None
-    """The exchange in flight, until the server answers it."""
+    ask: ServerRequest | None = None
+    """The request that the server has not answered."""
     answer: Pulled | None = None
-    """The server's answer to that exchange."""
+    """The answer to an exchange in flight, until the group needs it."""
 
 
 class _Replay:
@@ -186,27 +170,26 @@ class _Replay:
         self._make, self._batches = optimizer, batches
         self._optimizer = optimizer(list(self._model.parameters()))
         self._parameters = named_parameters(self._model, self._optimizer)
-        self._start = {name: parameter.detach().clone() for name, parameter in self._model.named_parameters()}
-        self._loss = loss
-        self._bench = self._new_bench()
-        self._param_groups: tuple[dict[str, Any], ...] = ()
+        self._bench = Workbench(self._model, self._parameters, loss, Samples([0], 0), False, 1)
         self._is_formed = False
         self._served: ServedParameters
         self._method: Method
         self._wire_format: WireFormat
-        self._split: Partition
         self._overlap = False
+        self._servers = 1
         self._out, self._in = Memory(), Memory()
         self._groups: dict[int, _Group] = {}
         self._step_time = 0.0
         self._batch_size = 0  # samples of one member, as far as known: its first batch is whole
 
-    def _new_bench(self) -> Workbench:
-        return Workbench(self._model, self._parameters, self._loss, Samples([0], 0), False, 1)
-
     def take(self, event: Event) -> None:
         if event.optimizer:
             raise ConfigurationError("events: the run has several optimizers, and only runs of one can be replayed")
+        elif event.kind == "restructure":
+            raise ConfigurationError(
+                "events: parameters or parameter groups were changed in mid-run, and only runs that keep them can be"
+                " replayed"
+            )
         elif event.kind in ("seed", "form"):
             self._form(event)
         elif not self._is_formed:
@@ -226,13 +209,11 @@ class _Replay:
             return
         elif group is None:
             return
-        elif event.kind == "restructure":
-            self._finish_exchange(group)
-            self._restructure(group, event)
-            return
         else:
             self._take_of_group(group, event)
-        self._check_clock(event, self._served)
+        clock = self._served.master.clock
+        if clock != event.clock:
+            raise ProtocolError(f"the record says {event}, but after it the clock is {clock}")
 
     def _take_of_group(self, group: _Group, event: Event) -> None:
         if (event.present or event.elsewhere) and self._method.steps_at == "server":
@@ -247,7 +228,9 @@ class _Replay:
             case "fetch":
                 self._fetch(group)
             case "rest":
-                self._finish_exchange(group)
+                if group.answer is not None:  # groups receive an exchange in flight before they wait
+                    pulled, group.answer = group.answer, None
+                    group.core.apply_answer(0, pulled)
                 self._deliver(side.idle(event.group))
             case "resume":
                 side.resume(event.group)
@@ -256,11 +239,6 @@ class _Replay:
             case "retire":
                 del self._groups[event.group]
                 self._deliver(side.evict(event.group))
-
-    @staticmethod
-    def _check_clock(event: Event, served: ServedParameters) -> None:
-        if served.master.clock != event.clock:
-            raise ProtocolError(f"the record says {event}, but after it the clock is {served.master.clock}")
 
     def result(self) -> Replayed:
         if not self._is_formed:
@@ -271,45 +249,49 @@ class _Replay:
 
     def _form(self, event: Event) -> None:
         topology, method = Topology(event.groups), REGISTRY.from_wire(event.method)
-        if self._is_formed and event.kind == "seed":
-            raise ConfigurationError(
-                "events: the record holds more than one run, or the run went through one group, whose steps no server"
-                " saw"
-            )
-        if self._is_formed and method.steps_at == "worker":
-            raise ConfigurationError(
-                f"events: other groups were formed in mid-run, and what these begin with is not on record with"
-                f" {type(method).__name__}"
-            )
-        if self._is_formed and self._wire_format.pushes.is_stateful:
-            raise ConfigurationError(
-                "events: other groups were formed in mid-run, and what the groups before had not pushed yet in their"
-                f" wire format {name_of(self._wire_format)} is not on record"
-            )
-        self._method = method
         wire_format = from_wire(event.wire_format) if event.wire_format else RAW
-        self._split = self._divided(event.servers)
-        self._wire_format, self._overlap = partitioned_format(wire_format, method, self._split), event.overlap
+        self._check_can_form(event, method, wire_format)
+        self._method, self._wire_format = method, wire_format
+        self._overlap, self._servers = event.overlap, event.servers
         if not self._is_formed:
             self._is_formed = True
             names: dict[Tensor, str] = {parameter: name for name, parameter in self._parameters.items()}
             description = describe(self._optimizer, names) if method.steps_at == "server" else None
-            weights = {name: self._start[name] for name in self._parameters}
-            resolve, servers = resolve_also(self._optimizer), event.servers
-            self._served = ServedParameters(
-                description, weights, event.clock, method, topology.alive, resolve, servers=servers
-            )
+            weights, resolve = self._detached(), resolve_also(self._optimizer)
+            self._served = ServedParameters(description, weights, event.clock, method, topology.alive, resolve)
         else:
             self._served.change_method(method, topology.alive)
-        self._served.answer_in(self._wire_format.answers)
+        self._served.answer_in(wire_format.answers)
         self._groups = {
             number: self._make_group(number, topology.members(number), topology.alive) for number in topology.alive
         }
 
-    def _divided(self, servers: int) -> Partition:
-        layout = Layout.of({name: parameter.detach() for name, parameter in self._parameters.items()})
-        at_servers = self._optimizer if self._method.steps_at == "server" else None
-        return Partition.of(layout, servers, is_elementwise(self._method, at_servers))
+    def _check_can_form(self, event: Event, method: Method, wire_format: WireFormat) -> None:
+        if event.servers > 1 and (wire_format != RAW or method.fragments > 1):
+            raise ConfigurationError(
+                f"events: each of {event.servers} servers has cut fragments out of its part, or encoded it, and only"
+                ' runs in "fp32" and without fragments= are the same with one server, as in a replay'
+            )
+        if not self._is_formed:
+            return
+        if event.kind == "seed":
+            raise ConfigurationError(
+                "events: the record holds more than one run, or the run went through one group, whose steps no server"
+                " saw"
+            )
+        if method.steps_at == "worker":
+            raise ConfigurationError(
+                f"events: other groups were formed in mid-run, and what these begin with is not on record with"
+                f" {type(method).__name__}"
+            )
+        if self._wire_format.pushes.is_stateful:
+            raise ConfigurationError(
+                "events: other groups were formed in mid-run, and what the groups before had not pushed yet in their"
+                f" wire format {name_of(self._wire_format)} is not on record"
+            )
+
+    def _detached(self) -> dict[str, Tensor]:
+        return {name: parameter.detach() for name, parameter in self._parameters.items()}
 
     def _join(self, event: Event) -> None:
         (ranks,) = event.groups
@@ -318,174 +300,122 @@ class _Replay:
         self._groups[event.group].has_joined = True
 
     def _make_group(self, number: int, ranks: tuple[int, ...], peers: tuple[int, ...]) -> _Group:
-        size = self._served.structures.of(number).size  # a group that joins gets later what was added
-        held = dict(islice(self._parameters.items(), size))
-        replica = own_replica(self._make, self._model, held, self._served.master.weights()[:size], number)
-        replica.clock, replica.peers = self._served.master.clock, peers
-        replica.servers = len(self._split.shares)
+        master = self._served.master
+        replica = own_replica(self._make, self._model, self._parameters, master.weights(), number)
+        replica.clock, replica.peers = master.clock, peers
         core = GroupCore(self._method, self._wire_format, overlap=self._overlap)
         core.attach(replica)
-        group = _Group(ranks, replica, core)
-        self._arrange(group)
-        return group
-
-    # --- Changes of parameters ---------------------------------------------------------------------------------------
-
-    def _restructure(self, group: _Group, event: Event) -> None:
-        served = self._served
-        for name in event.parameters:
-            self._add(name)
-        weights = {name: self._start[name] for name in event.parameters}
-        served.restructure(event.group, {"groups": event.param_groups, "weights": weights, "state": {}})
-        for name in event.parameters:
-            group.replica.ordered.append(nn.Parameter(served.master.parameters[name].detach().clone()))
-            group.others.pop(name, None)
-        self._param_groups = event.param_groups
-        self._arrange(group)
-
-    def _add(self, name: str) -> None:
-        if name in self._parameters:
-            return
-        if name not in self._start:
-            raise ConfigurationError(
-                f"model: the run came to train {name}, which this model does not have; pass one with all parameters"
-            )
-        parameter = self._model.get_parameter(name)
-        parameter.requires_grad_(True)
-        self._parameters[name] = parameter
-        self._bench = self._new_bench()
-
-    def _arrange(self, group: _Group) -> None:
-        """Set the recorded parameter groups of the group's own optimizer; existing ones keep their settings."""
-        own, groups = group.replica.ordered, group.replica.optimizer.param_groups
-        held = [each for each in groups if holds(each, set(own))]
-        for number, described in enumerate(self._param_groups):
-            parameters = [own[place] for place in described["params"] if place < len(own)]
-            if number < len(held):
-                held[number]["params"] = parameters
-            else:
-                group.replica.optimizer.add_param_group({**described, "params": parameters})
-        for each in held[len(self._param_groups) :] if self._param_groups else ():
-            groups.remove(each)
-        detach_state(group.replica.optimizer, {})
+        return _Group(ranks, replica, core)
 
     def _mask(self, group: _Group, event: Event) -> None:
+        """Leave out the parameters that have no gradient at any server; the others train from now on."""
         present = event.present
         if event.elsewhere:
-            each = zip(self._split.places, (event.present, *event.elsewhere), strict=True)
+            elementwise = is_elementwise(self._method, self._optimizer)
+            split = Partition.of(Layout.of(self._detached()), self._servers, elementwise)
+            each = zip(split.places, (event.present, *event.elsewhere), strict=True)
             absent = {place for places, flags in each for place, there in zip(places, flags, strict=False) if not there}
             present = tuple(place not in absent for place in range(len(self._parameters)))
         group.present = present
-        for name, own, there in zip(self._parameters, group.replica.ordered, present, strict=False):
+        for parameter, own, there in zip(self._parameters.values(), group.replica.ordered, present, strict=False):
             if there:
                 own.requires_grad_(True)
-            if there and not self._parameters[name].requires_grad:
-                self._parameters[name].requires_grad_(True)
-                self._bench = self._new_bench()
+                parameter.requires_grad_(True)
+
+    # --- Steps and exchanges -----------------------------------------------------------------------------------------
 
     def _step(self, group: _Group, epoch: int, span: tuple[int, int], hyperparameters: Hyperparameters) -> None:
         if not isinstance(need := group.core.waits_for(0), NextGradient):
             raise ProtocolError(f"the record has {group.ranks} train {span}, but they want {need}")
-        members = len(group.ranks)
+        members, replica = len(group.ranks), group.replica
         self._batch_size = max(self._batch_size, (span[1] - span[0]) // members)
         in_pairs = self._batch_size > 1
         parts = [positions(Batch(*span, 0), member, members, in_pairs=in_pairs) for member in range(members)]
-        weights: dict[str, Tensor] = {**self._start, **group.others}
-        weights |= dict(zip(self._parameters, group.replica.weights(), strict=False))
-        ordered = [weights[name] for name in self._parameters]
-        result = self._bench.compute(ordered, [self._batches(epoch, part) for part in parts])
-        gradient = dict(zip(self._parameters, result.gradient, strict=True))
-        used = hyperparameters or hyperparameters_of(group.replica.optimizer, set(group.replica.ordered))
-        own = [gradient[name] for name, _ in zip(self._parameters, group.replica.ordered, strict=False)]
+        own = self._bench.compute(replica.weights(), [self._batches(epoch, part) for part in parts]).gradient
         if len(group.present) == len(own):
             own = [tensor if there else None for tensor, there in zip(own, group.present, strict=True)]
+        used = hyperparameters or hyperparameters_of(replica.optimizer, set(replica.ordered))
         group.core.steps_take(0, self._step_time)
         self._continue(group, group.core.gradient(0, Gradient(own, used)))
 
-    def _answer(self, group: _Group, pulled: Pulled) -> None:
-        """Continue the group with an answer; that of an exchange in flight waits for the group's `Receive`."""
-        if group.sent is not None:
-            group.sent, group.answer = None, pulled
-            if isinstance(group.core.waits_for(0), Receive):
-                self._continue(group, Receive())
-            return
-        group.core.steps_take(0, self._step_time)
-        self._continue(group, group.core.answer(0, pulled))
-
     def _continue(self, group: _Group, action: Action) -> None:
+        """Continue a group until it needs a gradient, or an answer that it does not have."""
         while True:
             match action:
-                case ServerRequest(need=Exchange() as need, waits=False):
-                    known = Partition.whole(self._served.layout_of(group.replica.group))
-                    [encoded] = group.core.encode(0, need, known, [Memory()])
-                    group.sent = need, encoded
+                case ServerRequest(need=Exchange(), waits=False):
+                    group.ask = action
+                    group.core.send(action, self._whole, [Memory()])  # keeps the message, because tensors change
                     action = group.core.answer(0, None)
+                case ServerRequest():
+                    group.ask = action
+                    return
                 case Receive() if group.answer is not None:
                     group.core.steps_take(0, self._step_time)
                     pulled, group.answer = group.answer, None
                     action = group.core.answer(0, pulled)
-                case NextGradient() | ServerRequest() | Receive():
+                case NextGradient() | Receive():
                     return
                 case _:
                     raise ConfigurationError(f"{type(self._method).__name__} goes from group to group, past any record")
 
-    def _finish_exchange(self, group: _Group) -> None:
-        """Receive the exchange in flight, as groups do before they wait or get other parameters."""
-        if group.answer is not None:
-            pulled, group.answer = group.answer, None
-            group.core.apply_answer(0, pulled)
+    def _answer(self, group: _Group, ask: ServerRequest, pulled: Pulled) -> None:
+        """Continue a group with an answer; that of an exchange in flight waits for the group's `Receive`."""
+        group.ask = None
+        if ask.waits:
+            group.core.steps_take(0, self._step_time)
+            self._continue(group, group.core.answer(0, pulled))
+        else:
+            group.answer = pulled
+            if isinstance(need := group.core.waits_for(0), Receive):
+                self._continue(group, need)
+
+    @property
+    def _whole(self) -> Partition:
+        return Partition.whole(self._served.layout)
 
     def _push(self, group: _Group, event: Event) -> None:
-        need, served = group.core.waits_for(0), self._served
-        known = served.layout_of(event.group)
-        if group.sent is not None:
-            need, encoded = group.sent
-        elif isinstance(need, Exchange):
-            [encoded] = group.core.encode(0, need, Partition.whole(known), [self._out])
-        if not isinstance(need, Exchange) or need.read_at != event.read_at:
-            raise ProtocolError(f"the record says {event}, but the group wants {type(need).__name__}: {need}")
-        layout = known.fragment(need.fragment, self._method.fragments).subset(encoded.present)
-        views = iter(layout.views(decode(self._wire_format.pushes, encoded.payload, layout, self._in)))
-        tensors = [next(views) if there else None for there in encoded.present]
-        message = _message(event, tensors, need.pull, need.fragment)
-        replies = served.take(event.group, message, tensors)
+        ask, served = group.ask, self._served
+        if ask is None or not isinstance(ask.need, Exchange) or ask.need.read_at != event.read_at:
+            raise ProtocolError(f"the record says {event}, but the group wants {ask or group.core.waits_for(0)}")
+        [(message, encoded)] = group.core.send(ask, self._whole, [self._out])
+        assert isinstance(message, m.PushMessage)
+        assert encoded is not None
+        message = msgspec.structs.replace(message, hyperparameters=event.hyperparameters, note=event.note)
+        layout = served.layout_of_push(event.group, message)
+        payload = decode(self._wire_format.pushes, encoded, layout, self._in)
+        replies = served.push(event.group, message, payload, layout)
         if (replies is None) != event.refused:
             raise ProtocolError(f"the record says {event}, but the push was {'taken' if event.refused else 'refused'}")
         if replies is None:
-            if need.pull:
+            if ask.pulls:
                 served.method_side.fetched(event.group)
-            self._answer(group, self._pulled(need, Reply(event.group, 0), refused=True))
+            self._answer(group, ask, self._pulled(ask, Reply(event.group, 0), refused=True))
         else:
             self._deliver(replies)
 
-    def _deliver(self, replies: Sequence[Any]) -> None:
+    def _deliver(self, replies: Sequence[Reply]) -> None:
         for reply in replies:
             if (group := self._groups.get(reply.group)) is None:
                 continue
-            need = group.sent[0] if group.sent is not None else group.core.waits_for(0)
-            if not isinstance(need, Exchange):
-                raise ProtocolError(f"group {reply.group} gets an answer, but wants {type(need).__name__}")
-            self._answer(group, self._pulled(need, reply))
+            if (ask := group.ask) is None or not isinstance(ask.need, Exchange):
+                raise ProtocolError(f"group {reply.group} gets an answer, but wants {group.core.waits_for(0)}")
+            self._answer(group, ask, self._pulled(ask, reply))
 
-    def _pulled(self, need: Exchange, reply: Reply, refused: bool = False) -> Pulled:
+    def _pulled(self, ask: ServerRequest, reply: Reply, refused: bool = False) -> Pulled:
         served = self._served
-        known = served.layout_of(reply.group).fragment(need.fragment, self._method.fragments)
         tensors: list[Tensor] = []
-        if need.pull:
-            payload = served.as_bytes(served.payload_of(reply, need.fragment)[: known.nbytes], known)
-            tensors = known.views(served.arrived(payload, known).clone())
-        return Pulled(tensors, served.master.clock, reply.note, refused, need.fragment)
+        if ask.pulls:
+            layout = served.layout.fragment(ask.fragment, self._method.fragments)
+            payload = served.as_bytes(served.payload_of(reply, ask.fragment), layout)
+            tensors = layout.views(served.arrived(payload, layout).clone())
+        return Pulled(tensors, served.master.clock, reply.note, refused, ask.fragment)
 
     def _fetch(self, group: _Group) -> None:
-        side = self._served.method_side
-        side.fetched(group.replica.group)
-        known = copies(self._served.master.weights()[: len(group.replica.ordered)])
-        pulled = Pulled(known, self._served.master.clock)
-        if isinstance(group.core.waits_for(0), Fetch):
-            self._answer(group, pulled)
-            return
-        if self._method.steps_at == "server" or group.has_joined:
+        master = self._served.master
+        self._served.method_side.fetched(group.replica.group)
+        pulled = Pulled(copies(master.weights()), master.clock)
+        if group.ask is not None and isinstance(group.ask.need, Fetch):
+            self._answer(group, group.ask, pulled)
+        elif self._method.steps_at == "server" or group.has_joined:
             group.replica.load(pulled)
             group.has_joined = False
-        beyond = list(self._served.master.parameters.items())[len(pulled.tensors) :]
-        group.others.update((name, parameter.detach().clone()) for name, parameter in beyond)

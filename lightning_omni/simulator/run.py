@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+from contextlib import nullcontext
 from numbers import Integral
 from typing import Any
 
@@ -26,7 +27,7 @@ from lightning_omni.simulator.gradients import Gradients, Members, MergedHeadGra
 from lightning_omni.simulator.group_process import MOST_REFUSED, EpochBarrier, SimulatedGroup, SimulationContext
 from lightning_omni.simulator.monitor import Monitor, arrays, evaluated
 from lightning_omni.simulator.network import Exchanges
-from lightning_omni.simulator.server import HEAD, SimulatedNetwork, SimulatedServer, part_of, partitioned_format
+from lightning_omni.simulator.server import HEAD, SimulatedNetwork, SimulatedServer, part_of
 from lightning_omni.simulator.settings import (
     Batches,
     Computation,
@@ -35,7 +36,7 @@ from lightning_omni.simulator.settings import (
     Limits,
     Progress,
     StopSimulation,
-    progress_of,
+    progress_bar,
 )
 from lightning_omni.simulator.workbench import Samples, SharingReplica, Workbench, named_parameters, own_replica
 from lightning_omni.simulator.workload import Workload
@@ -85,11 +86,11 @@ class Simulation:
         self.server = SimulatedServer(self._engine, layout, topology, batches.seed, self._optimizer, record)
         # One group has no server in its path, so exchanges take no time.
         between = Cluster(cluster.devices) if topology.is_synchronous else cluster
-        split = self._split(layout, between.server_count)
-        self._servers = len(split.shares)
-        self._wire_format = partitioned_format(formation.compression.wire_format, formation.method, split)
+        at_servers = self._optimizer if formation.method.steps_at == "server" else None
+        split = Partition.of(layout, between.server_count, is_elementwise(formation.method, at_servers))
+        self._wire_format = formation.compression.wire_format
         self._costs = Exchanges(self._engine, between, split.fractions)
-        self._network = SimulatedNetwork(self._engine, between.link, self.server, self._costs)
+        self._network = SimulatedNetwork(self._engine, self.server, self._costs)
         self._gradients = self._new_gradients(workload)
         self._form()
         metrics = self._metrics if self._evaluate is not None else None
@@ -104,15 +105,6 @@ class Simulation:
         self._add_groups()
 
     # --- Its parts ---------------------------------------------------------------------------------------------------
-
-    def _split(self, layout: Layout, servers: int) -> Partition:
-        method = self._formation.method
-        at_servers = self._optimizer if method.steps_at == "server" else None
-        return (
-            Partition.of(layout, servers, is_elementwise(method, at_servers))
-            if servers > 1
-            else Partition.whole(layout)
-        )
 
     def _new_gradients(self, workload: Workload) -> Gradients:
         batches, topology, head = self._batches, self._formation.topology, self._head
@@ -129,7 +121,7 @@ class Simulation:
     def _form(self) -> None:
         method = self._formation.method
         at_server = self._optimizer if method.steps_at == "server" else None
-        parts = [part_of(self._parameters, at_server, servers=self._servers)]
+        parts = [part_of(self._parameters, at_server)]
         if self._head is not None:
             parts.append(part_of(self._head.parameters, self._optimizer, self._head.part(self._batches.seed)))
         self.server.form(method, self._wire_format, self._formation.overlap, parts)
@@ -165,7 +157,7 @@ class Simulation:
             replica = SharingReplica(list(self._parameters.values()), self._optimizer, number, start)
         else:
             replica = own_replica(self._make, self._model, self._parameters, served.master.weights(), number)
-        replica.peers, replica.servers = self.server.core.roster.formed.alive, self._servers
+        replica.peers = self.server.core.roster.formed.alive
         core = GroupCore(method, self._wire_format, MOST_REFUSED, self._formation.overlap)
         core.form(identity)
         group = self.groups[number] = SimulatedGroup(core, replica, ranks, members, self._context, epoch)
@@ -390,6 +382,8 @@ def simulate(
     evaluation = evaluation or Evaluation()
     if workload.evaluate is None and evaluation != Evaluation():
         raise ConfigurationError("Workload(evaluate=None): pass a function that evaluates a model, or no evaluation=")
+    if not isinstance(progress, bool) and not callable(progress):
+        raise ConfigurationError(f"progress={progress!r}: pass True, False or a function of a fraction and a text")
     batches = Batches(batch_size, seed, computation or Computation())
     check_kind("cluster", cluster, Cluster, "a Cluster, as Cluster.even(4)")
     check_kind("topology", topology, (Integral, Topology), "a number of groups, or a Topology")
@@ -409,7 +403,7 @@ def simulate(
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         torch.manual_seed(seed)
         run = Simulation(workload, cluster, formation, batches, limits, evaluation, record)
-        with progress_of(progress) as shown:
+        with progress_bar() if progress is True else nullcontext(progress or None) as shown:
             return run.run(shown, returns_if_interrupted=progress is not False)
 
 

@@ -1,23 +1,21 @@
 """The real server, as simulated groups use it, with all ranks joined, and the network to and from it.
 
-Several servers do the same as one, in the same order, so the simulation has one; `lightning_omni.simulator.network`
-computes the time that several take.
+Several servers do the same as one, in the same order, up to the rounding of lossy formats and the borders of fragments,
+so the simulation has one; `lightning_omni.simulator.network` computes the time that several take.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
 from random import Random
 from typing import Any, TypeVar, cast
 
-import torch
 from torch import Tensor
 from torch.nn import Parameter
 from torch.optim import Optimizer
 
-from lightning_omni.errors import ConfigurationError, ProtocolError
+from lightning_omni.errors import ProtocolError
 from lightning_omni.group.core import GroupCore, Outgoing, ServerRequest
 from lightning_omni.methods import Method
 from lightning_omni.methods.model.modules import class_path
@@ -25,8 +23,7 @@ from lightning_omni.methods.model.server_optimizer import Resolve, describe, res
 from lightning_omni.server.core import ServerCore
 from lightning_omni.server.event_log import Recorder
 from lightning_omni.server.parameters.served_parameters import ServedParameters
-from lightning_omni.server.service import Out, Payload, Peer
-from lightning_omni.simulator.cluster import Link
+from lightning_omni.server.service import Out
 from lightning_omni.simulator.engine import Engine, Process, Timeline
 from lightning_omni.simulator.network import Exchanges
 from lightning_omni.simulator.workbench import WeightsByClock
@@ -34,52 +31,14 @@ from lightning_omni.topology import Topology
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack
-from lightning_omni.wire.formats import PerDirection
 from lightning_omni.wire.formats.base import (
-    RAW,
-    Encoded,
     Memory,
-    State,
     WireFormat,
-    from_wire,
-    name_of,
-    register,
     to_wire,
 )
 from lightning_omni.wire.handshake import NONCE_BYTES
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.partition import Partition
-
-# --- Connections in this process --------------------------------------------------------------------------------------
-
-
-class InMemoryConnections:
-    """The connections of all ranks to a server in this process.
-
-    Attributes:
-        now: seconds on a monotonic clock, set by the driver.
-    """
-
-    def __init__(self, core: ServerCore) -> None:
-        self.core = core
-        self.now = 0.0
-
-    def control(self, rank: int, message: m.Message, payload: bytes = b"") -> list[Out]:
-        """Send a rank's message on its control connection; return the server's messages to any ranks.
-
-        The returned tensors are valid until the next message.
-        """
-        return self.core.receive(m.CONTROL, b"c%d" % rank, message, payload, self.now)
-
-    def data(self, rank: int, message: m.Message, payload: Payload = b"") -> list[Out]:
-        return self.core.receive(m.DATA, b"d%d" % rank, message, payload, self.now)
-
-    def hang_up(self, rank: int) -> list[Out]:
-        return self.core.hang_up(b"c%d" % rank)
-
-    def rank_of(self, peer: Peer) -> int:
-        return int(peer[1:])
-
 
 GENERATION = 1
 """The generation of groups; the groups are formed once."""
@@ -114,7 +73,7 @@ class SimulatedServer:
         self.snapshots = WeightsByClock(layout)
         self._engine, self._layout, self._topology = engine, layout, topology
         self._announced = len(topology.ranks)
-        self._link, self._memory = InMemoryConnections(self.core), Memory()
+        self._memory = Memory()
         self.incarnation = 0
         self.served: ServedParameters
         for rank in topology.ranks:
@@ -146,8 +105,7 @@ class SimulatedServer:
         return joined, ranks, out
 
     def control(self, rank: int, message: m.Message) -> list[Out]:
-        self._link.now = self._engine.now
-        return _accepted(self._link.control(rank, message))
+        return _accepted(self.core.receive(m.CONTROL, b"c%d" % rank, message, _NOTHING, self._engine.now))
 
     def prepare(self, core: GroupCore, ask: ServerRequest) -> tuple[int, Outgoing | None]:
         """Return the bytes of a push that is sent now; and the encoded push, if it must be encoded now.
@@ -186,7 +144,7 @@ class SimulatedServer:
     # --- Messages from the server ------------------------------------------------------------------------------------
 
     def group_of(self, out: Out) -> int:
-        return self._topology.group_of(self._link.rank_of(out.peer))
+        return self._topology.group_of(int(out.peer[1:]))
 
     def tensors_of(self, out: Out) -> list[Tensor]:
         """Return the weights in an answer; groups that receive the same weights share the tensors."""
@@ -211,21 +169,20 @@ class SimulatedServer:
         handshake.attach(lambda message, _: self._data(rank, message)[0].message, secret, rank, _NONCE)
 
     def _data(self, rank: int, message: m.Message, payload: bytes | Tensor = _NOTHING) -> list[Out]:
-        self._link.now = self._engine.now
-        return _accepted(self._link.data(rank, message, payload))
+        return _accepted(self.core.receive(m.DATA, b"d%d" % rank, message, payload, self._engine.now))
 
 
 class SimulatedNetwork:
     """The network that delivers the server's messages, in virtual time.
 
     Attributes:
-        processes: the process that receives the server's messages, by group number.
+        processes: the process that receives the server's decisions, by group number.
+        exchanges: the process that receives weights, likewise: the group's last exchange.
         delivered: called after each delivery, since the server may have made an update.
-        exchanges: processes that receive weights instead: the groups' exchanges under way, by group number.
     """
 
-    def __init__(self, engine: Engine, between: Link, server: SimulatedServer, costs: Exchanges) -> None:
-        self._engine, self._between, self._server, self.costs = engine, between, server, costs
+    def __init__(self, engine: Engine, server: SimulatedServer, costs: Exchanges) -> None:
+        self._engine, self._server, self.costs = engine, server, costs
         self.processes: dict[int, Process] = {}
         self.delivered: Callable[[], None] = lambda: None
         self._due = math.inf
@@ -235,14 +192,12 @@ class SimulatedNetwork:
         """Deliver messages that the server sends now: weights take time, `Next` none."""
         for item in out:
             group = self._server.group_of(item)
-            process = self.processes[group]
             if isinstance(item.message, m.Weights):
-                process = self.exchanges.get(group, process)
                 # The tensors are copied now, because the answer is only valid until the server's next message.
                 answer = item.message, self._server.tensors_of(item)
-                self._engine.start(self._send(group, process, answer))
+                self._engine.start(self._send(group, self.exchanges[group], answer))
             elif isinstance(item.message, m.Next):
-                self._engine.resume_at(self._engine.now, process, item.message.next)
+                self._engine.resume_at(self._engine.now, self.processes[group], item.message.next)
         if (due := self._server.core.due) < self._due:
             self._due = due
             self._engine.start(self._expire(due))
@@ -258,22 +213,15 @@ class SimulatedNetwork:
         self._due = math.inf
         self.deliver(self._server.tick() if self._server.core.due <= self._engine.now else [])
 
-    # --- From group to group -----------------------------------------------------------------------------------------
-
-    def to_peer(self, nbytes: int = 0) -> float:
-        """Return the arrival of a message to another group that is sent now. Links between groups are not shared."""
-        return self._engine.now + self._between.seconds(nbytes)
-
 
 def part_of(
     parameters: Mapping[str, Parameter],
     optimizer: Optimizer | None,
     head: Mapping[str, Any] | None = None,
-    servers: int = 1,
 ) -> dict[str, Any]:
     """Return weights and optimizer in the server's format; ``optimizer`` is None if it steps at the workers.
 
-    ``parameters`` are in the optimizer's order; ``servers`` is the number that the simulated one represents.
+    ``parameters`` are in the optimizer's order.
     """
     names: dict[Tensor, str] = {parameter: name for name, parameter in parameters.items()}
     return {
@@ -281,7 +229,6 @@ def part_of(
         "weights": {name: parameter.detach() for name, parameter in parameters.items()},
         "clock": 0,
         "head": head,
-        "servers": servers,
     }
 
 
@@ -296,71 +243,3 @@ def _accepted(out: list[Out]) -> list[Out]:
         if isinstance(item.message, m.Notice) and item.message.over:  # a step has failed for which groups wait
             raise ProtocolError(f"the server has ended the simulated run: {item.message.reason}")
     return out
-
-
-# --- The wire format of several servers -------------------------------------------------------------------------------
-
-_LENGTH = 8
-"""Bytes of the length of a part."""
-
-
-def partitioned_format(wire_format: WireFormat, method: Method, split: Partition) -> WireFormat:
-    """Return the wire format with the rounding of several servers, for the one server of simulator and replay."""
-    if len(split.shares) == 1 or method.talks_to_peers:
-        return wire_format
-    push, pull = (
-        each
-        if each == RAW or isinstance(each, PartitionedFormat)
-        else PartitionedFormat(wire_format=to_wire(each), split=split)
-        for each in (wire_format.pushes, wire_format.answers)
-    )
-    return push if pull == RAW else PerDirection(push=to_wire(push), pull=to_wire(pull))
-
-
-@register
-class PartitionedFormat(WireFormat, frozen=True, kw_only=True, dict=True, tag="by_share"):
-    """A wire format that encodes each share separately; the payload begins with the lengths of all shares.
-
-    Only the simulator uses it: in real runs each share travels by itself.
-
-    Args:
-        wire_format: the format of each share, as plain data.
-        split: the division of all parameters' tensors.
-    """
-
-    wire_format: dict[str, Any]
-    split: Partition
-
-    @cached_property
-    def _each(self) -> WireFormat:
-        return from_wire(self.wire_format)
-
-    def sizes(self, layout: Layout) -> tuple[int, int]:
-        least, most = zip(*map(self._each.sizes, self._split_of(layout).shares), strict=True)
-        lengths = _LENGTH * len(self.split.shares)
-        return lengths + sum(least), lengths + sum(most)
-
-    def encode(self, tensors: Sequence[Tensor | None], layout: Layout, state: State, memory: Memory) -> Encoded:
-        split, present = self._split_of(layout), tuple(tensor is not None for tensor in tensors)
-        parts = zip(split.parts(tensors), split.shares, split.sender_parts(state), strict=True)
-        encoded = [self._each.encode(part, share, before, Memory()) for part, share, before in parts]
-        if [part.present for part in encoded] != [tuple(present[place] for place in places) for places in split.places]:
-            raise ConfigurationError(
-                f"compression={name_of(self._each)!r} pushes other tensors than it is given, which is simulated and"
-                " replayed with one server only; pass servers=1"
-            )
-        lengths = torch.tensor([part.payload.numel() for part in encoded]).view(torch.uint8)
-        payload = torch.cat([lengths, *(part.payload for part in encoded)])
-        return Encoded(payload, present, split.merged_sender([part.state for part in encoded]))
-
-    def decode(self, payload: Tensor, layout: Layout, memory: Memory) -> Tensor:
-        split, start = self._split_of(layout), _LENGTH * len(self.split.shares)
-        parts = payload[start:].split(payload[:start].clone().view(torch.int64).tolist())
-        buffer, _ = memory.hold(layout)
-        split.write(
-            buffer, [self._each.decode(part, of, Memory()) for part, of in zip(parts, split.shares, strict=True)]
-        )
-        return buffer
-
-    def _split_of(self, layout: Layout) -> Partition:
-        return self.split if layout.specs == self.split.layout.specs else self.split.within(layout)

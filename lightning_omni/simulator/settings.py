@@ -192,17 +192,3 @@ def progress_bar() -> Iterator[Progress]:
                 bars.update(bar, completed=done, description=text)
 
         yield update
-
-
-@contextmanager
-def progress_of(wanted: bool | Progress) -> Iterator[Progress | None]:
-    """Provide the progress function: that of a bar, the caller's, or None."""
-    if callable(wanted):
-        yield wanted
-    elif wanted is False:
-        yield None
-    elif wanted is True:
-        with progress_bar() as shown:
-            yield shown
-    else:
-        raise ConfigurationError(f"progress={wanted!r}: pass True, False or a function of a fraction and a text")

@@ -222,10 +222,7 @@ class Workbench:
         self._several_at_one = vmap(grad_and_value(self._value), in_dims=(None, 0), randomness="different")
 
     def begin(self, group: int, due: float, weights: list[Tensor], parts: list[Tensor]) -> None:
-        """Begin a computation; the group needs its result at ``due``, in seconds, and keeps ``weights`` until then.
-
-        ``parts`` are the indices of each member's samples.
-        """
+        """Begin a computation; the group needs its result at ``due``, in seconds, and keeps ``weights`` until then."""
         self._jobs[group] = _Computation(group, due, weights, parts)
 
     def drop(self, group: int) -> None:

@@ -29,7 +29,6 @@ BUILT_IN = "synthetic"
 
 
 def sgd(parameters: Any) -> Optimizer:
-    """Return SGD with a learning rate of 0.1 and no momentum."""
     return SGD(parameters, lr=0.1)
 
 

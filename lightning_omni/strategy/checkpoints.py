@@ -6,23 +6,18 @@ all further state: see `lightning_omni.runtime.state.checkpoint`.
 
 from __future__ import annotations
 
-import contextlib
-import io
 import math
-import os
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
-import torch
 from torch import Tensor
 from torch.nn import Module
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
-from typing_extensions import override
 
 from lightning_omni.errors import RankLost, UnsupportedError
 from lightning_omni.registry import to_wire
@@ -44,7 +39,6 @@ from lightning_omni.runtime.state.checkpoint import (
     ENTRY,
     CheckpointFolder,
     RunCheckpoint,
-    beside,
     by_names,
     is_folder,
     without_tensors,
@@ -58,12 +52,6 @@ from lightning_omni.strategy.loops.driver import EpochDriver
 from lightning_omni.strategy.loops.validation import Version
 from lightning_omni.strategy.shared_parts import SharedParts
 from lightning_omni.wire.steps_and_samples import Progress
-
-if TYPE_CHECKING:
-    from lightning_fabric.plugins.io.torch_io import TorchCheckpointIO as _Base
-
-else:
-    _Base = object
 
 
 class Checkpoints:
@@ -175,13 +163,9 @@ class Checkpoints:
             if progress is not None:
                 if cut.epoch != -1:
                     _count_as_ddp(checkpoint, progress)
-                schedules = epochs.schedulers.catch_up_in(checkpoint, progress)
-                ranks = progress.reference.ranks if cut.epoch == -1 else 0  # whose batches the loops count
-                checkpoint[ENTRY] = RunCheckpoint(
-                    cut, groups, progress, schedules=schedules, samples=samples, ranks=ranks
-                ).to_plain()
-            elif "loops" in checkpoint and epochs.leases is not None:
-                checkpoint[ENTRY] = RunCheckpoint(ranks=epochs.leases.world_size).to_plain()
+                schedules = epochs.schedulers.counts_at(progress)
+                saved = RunCheckpoint(cut, groups, progress, schedules=schedules, samples=samples)
+                checkpoint[ENTRY] = saved.to_plain()
             return
         cut, leases = snapshot.cut, epochs.leases
         if world.is_computing and world.method.evaluated == "mean" and leases is not None and leases.epoch == cut.epoch:
@@ -202,7 +186,7 @@ class Checkpoints:
                 "server": server,
                 "states": states,
             }
-        more |= {"schedules": epochs.schedulers.catch_up_in(checkpoint, progress), "samples": samples}
+        more |= {"schedules": epochs.schedulers.counts_at(progress), "samples": samples}
         checkpoint[ENTRY] = RunCheckpoint(cut, groups, progress, **more).to_plain()
 
     def save_folder(
@@ -315,45 +299,8 @@ def _address_of(tensor: Tensor) -> int:
         return 0
 
 
-class WholeFileHooks(_Base):
-    """A checkpoint plugin that writes a local file next to the old one, then renames it.
-
-    Lightning's own moves a temporary file: between file systems, a full disk would truncate the old one.
-    """
-
-    @override
-    def save_checkpoint(self, checkpoint: dict[str, Any], path: Any, storage_options: Any = None) -> None:
-        if storage_options is not None or "://" in str(path):
-            super().save_checkpoint(checkpoint, path, storage_options)
-            return
-        write_whole(checkpoint, path)
-
-
-def write_whole(checkpoint: dict[str, Any], path: str | Path) -> None:
-    """Write a checkpoint, and the folder of its path; if that fails, an older file stays."""
-    final = Path(path).expanduser()
-    final.parent.mkdir(parents=True, exist_ok=True)
-    buffer = io.BytesIO()  # the errors of torch's own writes have no cause
-    torch.save(checkpoint, buffer)
-    partial = beside(final, f"{os.getpid()}.partial")
-    try:
-        with partial.open("wb") as file:
-            file.write(buffer.getbuffer())
-        partial.replace(final)
-    except BaseException as error:  # Ctrl-C, too
-        with contextlib.suppress(OSError):
-            partial.unlink()
-        if not isinstance(error, OSError):
-            raise
-        reason = f"{error.strerror}: this checkpoint was not saved; one of before is as it was"
-        raise OSError(error.errno, reason, str(final)) from error
-
-
 def set_batches(loops: Mapping[str, Any], batches: int, is_over: bool = False) -> None:
-    """Set the batch count of an epoch to that of DDP, in place, if its last batch is over, or is not.
-
-    From a group's own count Lightning would not recognize that the epoch is over.
-    """
+    """Set the batch count of an epoch to that of DDP, in place, if its last batch is over, or is not."""
     progress = loops["fit_loop"]["epoch_loop.batch_progress"]
     if progress["is_last_batch"] == is_over:
         current = progress["current"]

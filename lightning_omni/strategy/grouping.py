@@ -397,7 +397,8 @@ class SeveralGroups(OneGroup):
         parts, world = self._parts, self._parts.world
         with torch.no_grad():
             world.parameter_groups.follow_all()
-        if len(world.members) > 1 and parts.trainable.has_changed(parts.strategy.optimizers):
+        may_be_unused = bool(self._grouping.ddp_options.get("find_unused_parameters"))
+        if len(world.members) > 1 and parts.trainable.has_changed(parts.strategy.optimizers, may_be_unused):
             self._grouping.wrap()
 
     @override

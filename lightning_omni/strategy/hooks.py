@@ -284,7 +284,8 @@ class OmniStrategyHooks(_Base):
                 options=replace(options, timeout=timeout),
                 ranks_per_node=self._ranks_per_node(),
             )
-            world.server.process, parts.server_process = parts.server_process, None  # also if the next call raises
+            if parts.server_process is not None:
+                world.server.processes[0], parts.server_process = parts.server_process, None
             world.check_same(self._fit_options.of_all_ranks)
             world.connection.is_writing = lambda: parts.checkpoints.is_writing
             if world.registration is not None:
@@ -463,7 +464,7 @@ class OmniStrategyHooks(_Base):
         parts.reporting.ask(world)
         parts.epochs.finish()
         if world.executor.control is not None:
-            world.external_writes.finish()
+            world.executor.follow_writes()
             if warning := parts.reporting.warning(world):
                 self.namespace.info(f"OmniStrategy: {warning}")
             world.states.bring_to_all()
@@ -581,9 +582,6 @@ class OmniStrategyHooks(_Base):
 
     @override
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        is_plain = type(self.checkpoint_io) is self.namespace.plain_checkpoint_io  # the user has passed no plugin
-        if is_plain and not self.parts.checkpoints.saves_folders:
-            self.checkpoint_io = self.namespace.checkpoint_io()
         write = partial(super().save_checkpoint, checkpoint, filepath, storage_options)
         self.parts.checkpoints.save(write, checkpoint, filepath, storage_options)
 

@@ -52,7 +52,6 @@ from lightning_omni.strategy.lightning_internals.loops import (
 )
 from lightning_omni.strategy.lightning_internals.metrics import cached_metric_values, set_cached_metrics
 from lightning_omni.strategy.loops.epoch import DataSizes, EntryPoint
-from lightning_omni.strategy.loops.paced_schedulers import described
 from lightning_omni.strategy.shared_parts import SharedParts
 from lightning_omni.wire.codec import pack
 from lightning_omni.wire.steps_and_samples import Progress
@@ -167,7 +166,7 @@ class RunStates:
         own |= {
             name: each for name, each in more.items() if name not in now or self._first_marks.get(name) != now[name]
         }
-        bases = parts.epochs.schedulers.bases
+        leads = parts.epochs.schedulers.leads
         averages = averaged_models(trainer)
         progress = parts.epochs.run.progress
         return {
@@ -183,7 +182,7 @@ class RunStates:
             "sizes": list(parts.epochs.sizes),
             "folders": output_folders(trainer),
             "reloads": reload_epochs(trainer),
-            "schedule": [list(bases.get(config.scheduler, ())) for config in trainer.lr_scheduler_configs],
+            "schedule": [list(leads.get(config.scheduler, ())) for config in trainer.lr_scheduler_configs],
             "schedulers": checkpoint.pop("lr_schedulers"),
             "functions": [_sampled(config.scheduler) for config in trainer.lr_scheduler_configs],
             "hyperparameters": checkpoint.pop("optimizer_states"),
@@ -245,8 +244,8 @@ class RunStates:
         self._take_over_module(tree)
         self._again = tree
         self._load_schedulers(tree)
-        bases = zip(trainer.lr_scheduler_configs, tree["schedule"], strict=True)
-        schedule: dict[Any, Any] = {config.scheduler: tuple(base) for config, base in bases if base}
+        configs = zip(trainer.lr_scheduler_configs, tree["schedule"], strict=True)
+        leads: dict[Any, Any] = {config.scheduler: tuple(lead) for config, lead in configs if lead}
         entered = EntryPoint(
             plan=joined.plan,
             # The groups may have died before they stored the state of the epoch that had begun.
@@ -255,7 +254,7 @@ class RunStates:
             split=tree["split"],
             sizes=DataSizes(*tree["sizes"]),
         )
-        parts.epochs.enter(entered, schedule)
+        parts.epochs.enter(entered, leads)
         set_cached_metrics(trainer, tree["metrics"])
         parts.epochs.data.order = tree["order"]
         start_fit_at_epoch(trainer, joined.plan.epoch, tree["counters"])
@@ -348,10 +347,10 @@ class RunStates:
 
 
 def _in_words(config: Any) -> str:
-    name, inside = described(config.scheduler)
-    within = f"({', '.join(one or 'of its own' for one, _ in inside)})" if inside else ""
+    inside = [type(each).__name__ for each in getattr(config.scheduler, "_schedulers", ())]
+    within = f"({', '.join(inside)})" if inside else ""
     when = config.interval if config.frequency == 1 else f"{config.frequency} {config.interval}s"
-    return f"{name or type(config.scheduler).__name__}{within} every {when}"
+    return f"{type(config.scheduler).__name__}{within} every {when}"
 
 
 def _sampled(scheduler: Any) -> list[list[tuple[int, float]]]:

@@ -16,7 +16,7 @@ from dataclasses import asdict
 from multiprocessing import get_all_start_methods
 from subprocess import Popen
 from typing import TYPE_CHECKING, Any
-from weakref import WeakMethod
+from weakref import ref
 
 import torch
 from typing_extensions import override
@@ -87,16 +87,10 @@ class OmniLauncherHooks(_Base):
     """Lightning's subprocess launcher with another observer of the children.
 
     Attributes:
-        on_death: called with (local rank, exit code) of a failed child; returns whether the run continues.
-        is_writing: returns whether this process is writing a checkpoint, which a child's end must not interrupt.
-        failures: returns the errors of ranks without which the run continued.
-        on_launch: called with the Trainer on rank 0 while the others start.
+        launching: the strategy's part that decides.
     """
 
-    on_death: Callable[[int, int], bool]
-    is_writing: Callable[[], bool]
-    failures: Callable[[], Sequence[str]]
-    on_launch: Callable[[Trainer | None], None]
+    launching: Launching
 
     @override
     def launch(self, function: Callable[..., Any], *args: Any, trainer: Trainer | None = None, **kwargs: Any) -> Any:
@@ -109,17 +103,17 @@ class OmniLauncherHooks(_Base):
                 self._call_children_scripts()
             finally:
                 del os.environ[_LAUNCHER]
-            _observer = ChildObserver(self.procs, self.on_death, self.is_writing)
+            _observer = ChildObserver(self.procs, self.launching)
             _observer.start()
             atexit.register(_observer.finish)
         elif _observer is not None:
-            _observer.ask(self.on_death, self.is_writing)  # a later fit of the script, with another strategy
+            _observer.launching = ref(self.launching)  # a later fit of the script, with another strategy
         _share_threads(self.num_processes)
         if self.cluster_environment.node_rank() == self.cluster_environment.local_rank() == 0:
-            self.on_launch(trainer)
+            self.launching.on_launch(trainer)
         with _not_orphaned():
             result = function(*args, **kwargs)
-        if _observer is not None and (failures := self.failures()):
+        if _observer is not None and (failures := self.launching.failures()):
             exit_process(1, f"{failures[0]}, and the others have gone on without its group")
         return result
 
@@ -130,8 +124,7 @@ class OmniLauncherHooks(_Base):
         super().kill(signum)
 
     def __getstate__(self) -> dict[str, Any]:  # type: ignore[explicit-override, unused-ignore]  # from Python 3.11
-        own = ("on_death", "is_writing", "failures", "on_launch")
-        return {name: value for name, value in vars(self).items() if name not in own} | {"procs": []}
+        return {name: value for name, value in vars(self).items() if name != "launching"} | {"procs": []}
 
 
 @contextmanager
@@ -199,8 +192,14 @@ def _refuse_initialized_cuda(method: str) -> None:
 
 
 class Launching:
+    """The strategy's decisions about the processes of its ranks.
+
+    Attributes:
+        is_writing: returns whether this process is writing a checkpoint, which a child's end must not interrupt.
+    """
+
     def __init__(self, parts: SharedParts, is_writing: Callable[[], bool], is_rejoining: Callable[[], bool]) -> None:
-        self._parts, self._is_writing, self._is_rejoining = parts, is_writing, is_rejoining
+        self._parts, self.is_writing, self._is_rejoining = parts, is_writing, is_rejoining
 
     def choose_start_method(self) -> None:
         """Fork the ranks in interactive sessions, as Lightning does."""
@@ -248,12 +247,12 @@ class Launching:
         return launcher
 
     def attach(self, launcher: Any) -> None:
-        """Let a launcher call this object, unless it forks or spawns."""
+        """Let a launcher ask this object, unless it forks or spawns."""
         if isinstance(launcher, OmniLauncherHooks):
-            launcher.on_death, launcher.on_launch = self._on_child_death, self._on_launch
-            launcher.is_writing, launcher.failures = self._writes, self._failures
+            launcher.launching = self
 
-    def _on_launch(self, trainer: Trainer | None) -> None:
+    def on_launch(self, trainer: Trainer | None) -> None:
+        """Prepare callbacks and the server on rank 0 while the others start."""
         if trainer is None or not is_fitting(trainer):
             return
         for callback in callbacks_of(trainer):
@@ -267,7 +266,7 @@ class Launching:
         if parts.world_options.server.address is None and parts.current_world is None and parts.server_process is None:
             parts.server_process = ServerProcess()
 
-    def _on_child_death(self, local_rank: int, code: int) -> bool:
+    def on_death(self, local_rank: int, code: int) -> bool:
         """Report, in the launcher's thread, that a child has failed; return whether the run continues."""
         parts, strategy = self._parts, self._parts.strategy
         world = parts.current_world
@@ -289,28 +288,23 @@ class Launching:
         # The server evicts a group that has joined on its own; the group may then rejoin.
         return registration is not None or 0 not in world.topology.members(world.topology.group_of(rank))
 
-    def _failures(self) -> Sequence[str]:
+    def failures(self) -> Sequence[str]:
+        """Return the errors of ranks without which the run continued."""
         world = self._parts.current_world
         return () if world is None or world.registration is not None else world.failures
 
-    def _writes(self) -> bool:
-        return self._is_writing()
-
 
 class ChildObserver(threading.Thread):
-    """A thread that watches a launcher's children, and asks the strategy whether the run continues when one fails."""
+    """A thread that watches a launcher's children, and asks the strategy whether the run continues when one fails.
 
-    def __init__(
-        self, children: Sequence[Popen[bytes]], on_death: Callable[[int, int], bool], is_writing: Callable[[], bool]
-    ) -> None:
+    Attributes:
+        launching: held weakly, because it keeps a strategy's process groups alive.
+    """
+
+    def __init__(self, children: Sequence[Popen[bytes]], launching: Launching) -> None:
         super().__init__(name="omni-child-observer", daemon=True)
-        self._children = children
+        self._children, self.launching = children, ref(launching)
         self._is_dismissed = self._is_finishing = False
-        self.ask(on_death, is_writing)
-
-    def ask(self, on_death: Callable[[int, int], bool], is_writing: Callable[[], bool]) -> None:
-        """Replace these methods, held weakly, because they keep a strategy's process groups alive."""
-        self._on_death, self._is_writing = WeakMethod(on_death), WeakMethod(is_writing)
 
     @property
     def count(self) -> int:
@@ -337,10 +331,10 @@ class ChildObserver(threading.Thread):
                 if code is None or self._is_dismissed:
                     continue
                 del watched[rank]
-                on_death = self._on_death()
-                if code == 0 or (on_death is not None and on_death(rank, code)):
+                launching = self.launching()
+                if code == 0 or (launching is not None and launching.on_death(rank, code)):
                     continue
-                if on_death is not None and not self._is_finishing:  # without its strategy there is no fit to end
+                if launching is not None and not self._is_finishing:  # without its strategy there is no fit to end
                     self._end_everything(rank, code)
                     return
                 if code > 0:
@@ -370,8 +364,8 @@ class ChildObserver(threading.Thread):
         left = GRACE
         while left > 0 and not self._is_dismissed and not self._is_finishing:
             time.sleep(POLL_SECONDS)
-            is_writing = self._is_writing()
-            left = GRACE if is_writing is not None and is_writing() else left - POLL_SECONDS
+            launching = self.launching()
+            left = GRACE if launching is not None and launching.is_writing() else left - POLL_SECONDS
 
 
 def is_interactive() -> bool:

@@ -195,9 +195,13 @@ class Trainable:
         self._known = {parameter for _, parameter, _ in self._flags}
         self._held = []
 
-    def has_changed(self, optimizers: Iterable[Optimizer]) -> bool:
-        """Return whether the module must be wrapped again, so that DDP averages exactly the trained parameters."""
-        return any(each.requires_grad is not flag for _, each, flag in self._flags) or self._holds_others(optimizers)
+    def has_changed(self, optimizers: Iterable[Optimizer], may_be_unused: bool = False) -> bool:
+        """Return whether the module must be wrapped again, so that DDP averages exactly the trained parameters.
+
+        With ``may_be_unused`` DDP needs no gradient of one that is frozen now; a GAN's step may unfreeze it.
+        """
+        changed = (each for _, each, flag in self._flags if each.requires_grad is not flag)
+        return any(each.requires_grad or not may_be_unused for each in changed) or self._holds_others(optimizers)
 
     def warn_of_late(self, optimizers: Iterable[Optimizer]) -> None:
         if self._has_warned:

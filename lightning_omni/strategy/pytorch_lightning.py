@@ -11,7 +11,6 @@ from pytorch_lightning.utilities.rank_zero import rank_zero_info, rank_zero_warn
 
 from lightning_omni.strategy import both_namespaces
 from lightning_omni.strategy.arguments import register_names
-from lightning_omni.strategy.checkpoints import WholeFileHooks
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.strategy.launcher import OmniLauncherHooks, OmniProcessesHooks
 from lightning_omni.strategy.shared_parts import Namespace
@@ -25,10 +24,6 @@ class OmniProcesses(OmniProcessesHooks, _MultiProcessingLauncher):
     """The multiprocessing launcher, which forks or spawns processes."""
 
 
-class OmniCheckpointIO(WholeFileHooks, TorchCheckpointIO):
-    """A checkpoint plugin that writes whole files, or none."""
-
-
 class NamespaceDDP(DDPStrategy):
     """The DDPStrategy of this namespace, with other names that an OmniStrategy uses from it."""
 
@@ -39,7 +34,6 @@ class NamespaceDDP(DDPStrategy):
         processes=OmniProcesses,
         terminated=SIGTERMException,
         plain_checkpoint_io=TorchCheckpointIO,
-        checkpoint_io=OmniCheckpointIO,
     )
 
 

@@ -35,7 +35,6 @@ class Namespace(NamedTuple):
     processes: Any
     terminated: type[SystemExit]
     plain_checkpoint_io: type
-    checkpoint_io: type
 
 
 class SharedParts:

@@ -16,7 +16,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from pathlib import Path
 from types import FrameType, TracebackType
 from typing import TYPE_CHECKING, Any
@@ -63,24 +63,19 @@ class Signals:
         is_told_to_end: whether this rank has received SIGTERM.
     """
 
+    _trainer: Trainer
+    _world: World
+    _leave: Callable[[], None]
+    _waiting: Callable[[], AbstractContextManager[None]]
+
     def __init__(self, terminated: type[SystemExit]) -> None:
         self._terminated = terminated
         self._before: dict[int, _Handler] = {}
         self._replaced: dict[int, _Handler] = {}
-        self._trainer: Trainer | None = None
-        self._world: World | None = None
-        self._leave: Callable[[], None] = lambda: None
-        self._waiting: Callable[[], AbstractContextManager[None]] = nullcontext
         self.is_told_to_end = self._requeues = self._requeued = False
         self._progress = self._longest = 0.0
         self._watcher: threading.Thread | None = None
         self.is_stopping = False
-
-    def __getstate__(self) -> dict[str, Any]:  # type: ignore[explicit-override, unused-ignore]  # from Python 3.11
-        return {"_terminated": self._terminated}
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__init__(state["_terminated"])  # type: ignore[misc]
 
     # --- Handlers -----------------------------------------------------------------------------------------------------
 
@@ -124,10 +119,9 @@ class Signals:
             if signal.getsignal(number) in (self._on_terminate, self._on_requeue):
                 before = self._before[number]
                 signal.signal(number, handler if before is None else before)
-        self._replaced, self._watcher = {}, None
-        if self._trainer is not None:
+        if self._replaced:
             set_batch_agreement(self._trainer, None)
-        self._trainer, self._world = None, None
+        self._replaced, self._watcher = {}, None
 
     def _on_terminate(self, number: int, frame: FrameType | None) -> None:
         self.is_told_to_end = True
@@ -141,8 +135,6 @@ class Signals:
 
     def agree(self) -> None:
         """Agree with the default process group at the start of a batch on an action, and perform it."""
-        if self._trainer is None:
-            return
         self.progress()
         code = self._wanted()
         if dist.get_world_size() > 1:
@@ -153,14 +145,13 @@ class Signals:
         if code == _REQUEUE:
             self._requeue()
         elif code == _TERMINATE:
-            assert self._world is not None
             self._world.wants_stop = True
             self._leave()
             self._stop()
 
     def agree_alone(self) -> None:
         """Call `agree` on a rank that has joined as a group by itself: Lightning sees only this rank."""
-        if self._world is not None and self._world.size == 1:
+        if self._replaced and self._world.size == 1:
             self.agree()
 
     def _requeue(self) -> None:
@@ -169,7 +160,6 @@ class Signals:
         A group that has joined saves nothing, as the run's state is at the server, and requeues its own job.
         """
         self._requeued = True
-        assert self._world is not None
         if self._world.registration is not None:
             if dist.get_rank() == 0:
                 _requeue_job()
@@ -179,7 +169,6 @@ class Signals:
                 handler(number, None)
 
     def _stop(self) -> None:
-        assert self._trainer is not None
         mark_terminated(self._trainer)
         self.is_stopping = True
         self.pause()
@@ -187,7 +176,6 @@ class Signals:
 
     def _wanted(self) -> int:
         world = self._world
-        assert world is not None
         status = world.control.status if world.control is not None and world.registration is None else None
         others = status.signal if status is not None else _NOTHING
         requeues = (self._requeues or others == _REQUEUE) and not self._requeued
@@ -209,7 +197,7 @@ class Signals:
     def _watch(self) -> None:
         """Pass on signals, warn about long waits in user collectives, and exit if blocked after SIGTERM."""
         trainer, world, since, has_said = self._trainer, self._world, math.inf, False
-        while self._watcher is threading.current_thread() and world is not None and trainer is not None:
+        while self._watcher is threading.current_thread():
             time.sleep(_POLL_SECONDS)
             now = time.monotonic()
             if world.control is not None and world.registration is None:

@@ -51,7 +51,6 @@ def log_nothing(*_: Any, **__: Any) -> None:
 
 
 def check_tunable(trainer: Trainer) -> None:
-    """Raise a `ConfigurationError` that states why a fit cannot be tuned."""
     if is_fast_dev_run(trainer):
         raise ConfigurationError("fast_dev_run trains too little")
     if not trainer.lightning_module.automatic_optimization:

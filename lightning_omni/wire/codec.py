@@ -97,7 +97,7 @@ def unpack(packed: Packed, buffer: Tensor, copy: bool = False) -> Any:
 
 
 def _check_nesting(tree: Any) -> None:
-    """Raise `ValueError` if lists and dicts are nested so deeply that recursion over them might fail."""
+    """Raise `ValueError` if recursion over the tree might fail."""
     level = [tree]
     for _ in range(_MOST_NESTED):
         nested = [each for each in level if isinstance(each, (dict, list, tuple))]

@@ -195,7 +195,6 @@ is_equal = hmac.compare_digest
 
 
 def version_problem(hello: Opening) -> str:
-    """Return why this protocol version cannot be served, or an empty string."""
     if isinstance(hello, Attach) or hello.version == VERSION:  # a rank has shown its version before it attaches
         return ""
     match hello:
@@ -212,7 +211,6 @@ def version_problem(hello: Opening) -> str:
 
 
 def fingerprint_problem(hello: Hello, first: Hello) -> str:
-    """Return why this rank's model does not match the first one's, or an empty string."""
     if hello.fingerprint == first.fingerprint:
         return ""
     (mine, _, division), (theirs, _, divided) = (each.fingerprint.partition(" ") for each in (hello, first))

@@ -45,12 +45,6 @@ class TensorSpec(msgspec.Struct, frozen=True, array_like=True):
         shape: shape of the whole tensor.
         dtype: name of the dtype, without ``torch.``.
         range: start and stop of this part in the flattened tensor; None for the whole tensor.
-
-    Example:
-        >>> whole = TensorSpec("w", (2, 3), "float32")
-        >>> part = TensorSpec("w", (2, 3), "float32", range=(2, 6))
-        >>> whole.local_shape, part.local_shape, part.nbytes
-        ((2, 3), (4,), 16)
     """
 
     name: str
@@ -187,12 +181,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return cache(lambda of: cut(self.sizes, of, self.first, self.servers))
 
     def fragment(self, number: int | None, of: int) -> Layout:
-        """Return the layout of one of ``of`` fragments, of whole entries and ranges; this one if the number is None.
-
-        Example:
-            >>> [spec.range for spec in Layout.of({"w": torch.ones(6), "b": torch.ones(2)}).fragment(1, of=2).specs]
-            [(4, 6), None]
-        """
+        """Return the layout of one of ``of`` fragments, of whole entries and ranges; this one if the number is None."""
         return self if number is None else self._fragment(number, of)
 
     @cached_property
@@ -268,11 +257,6 @@ class Structure(msgspec.Struct, frozen=True):
         size: number of parameters.
         groups: each parameter group's indices of parameters, below ``size``; empty if the optimizer steps at the
             workers.
-
-    Example:
-        >>> before, after = Structure(2, ((0, 1),)), Structure(3, ((0, 1), (2,)))
-        >>> after.extends(before), after.counterparts(before)
-        (True, [0, None])
     """
 
     size: int

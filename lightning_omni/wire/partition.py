@@ -81,13 +81,7 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
         return cls(layout, (layout, *[none] * others), (tuple(range(len(layout.specs))), *[()] * others))
 
     def fragment(self, number: int | None, of: int) -> Partition:
-        """Return the division of one of ``of`` fragments; this division if the number is None.
-
-        Example:
-            >>> split = Partition.of(Layout.of({"w": torch.ones(256)}), 2, elementwise=True)
-            >>> [[spec.range for spec in share.specs] for share in split.fragment(1, of=2).shares]
-            [[(64, 128)], [(192, 256)]]
-        """
+        """Return the division of one of ``of`` fragments; this division if the number is None."""
         return self if number is None else self._fragment(number, of)
 
     @cached_property

@@ -70,7 +70,7 @@ from torch import nn
 from lightning_omni import Compression
 from lightning_omni.methods import Method, method_named, with_period
 from lightning_omni.simulator import Cluster
-from lightning_omni.tuning.model.forecast import Scaling, Setting
+from lightning_omni.tuning.model.forecast import Scaling, Setting, explicit_for
 from lightning_omni.tuning.search.prior import STREAMING, Prior, PriorRow, PriorTheory, Steepness
 from lightning_omni.tuning.search.space import DEFAULT_ALL_REDUCES, DEFAULT_METHODS
 from lightning_omni.wire.compression import PowerSGD, all_reduce_of
@@ -646,16 +646,15 @@ def show(runs: Runs) -> None:
             cost = f"{row.momentum:.1f}", f"{row.step:.2f}", f"{math.exp(row.log_cost):.2f}", f"{row.deviation:.2f}"
             print("|", " | ".join((*place_of(row), *cost, f"{row.tasks} × {row.seeds}")), "|")
     costs = Costs(runs, is_adaptive=False)
-    theory = PriorTheory(Setting(groups=1, momentum=0.9, lr=1.0), Scaling(), Prior.load())
     print("\n| groups | step times | theory's momentum | measured with it | best measured | samples |")
     print("|---|---|---|---|---|---|")
     for cell in sorted(costs.cells, key=lambda each: (each.times, each.groups)):
         if cell.method == "async_sgd" and not cell.variant:
-            mean, setting = costs.mean(cell), theory.tuned(cell.groups)
-            near = min({momentum for momentum, _ in mean}, key=lambda each: abs(each - setting.momentum))
+            mean, in_theory = costs.mean(cell), explicit_for(0.9, cell.groups - 1)
+            near = min({momentum for momentum, _ in mean}, key=lambda each: abs(each - in_theory))
             best = min(mean, key=mean.__getitem__)
             columns = (
-                f"{setting.momentum:.1f}",
+                f"{in_theory:.1f}",
                 f"{math.exp(mean[near, 0]):.2f} (momentum {near})" if (near, 0) in mean else "not there in time",
                 f"momentum {best[0]}, step {3 ** (best[1] / 2):.2f}",
                 f"{math.exp(mean[best]):.2f}",

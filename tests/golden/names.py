@@ -21,7 +21,7 @@ def _numbered(names: str) -> dict[str, int]:
 
 TYPES = _numbered(
     """
-    ProcessInfo Acknowledged - - AskOverview AskServer AskServerAddresses AskStatus AskValidations Attach
+    - Acknowledged - - AskOverview AskServer AskServerAddresses AskStatus AskValidations Attach
     AttachChallenge AttachProof Attached AverageMessage AskNext Batch Upload Uploaded Challenge ClaimValidation
     Download Downloaded Contribute SnapshotId DrawBatches BatchesDrawn Echo Echoed RegisterGroup GroupRegistered
     EpochOpened EpochPlan EvaluationResult EvaluationPublished Event Evict FetchMessage FormGroups GroupsFormed Gathered

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import pickle
 import time
 from typing import Any
 
@@ -95,8 +94,6 @@ def fit(options: dict[str, Any]) -> dict[str, Any]:
         "entries": {name: str(value) for name, value in bar.entries.items()},
         "lines": bar.lines,
         "keys": sorted(logger.keys),
-        "is_restored": "get_metrics" not in vars(bar)
-        and bool(pickle.dumps(bar.get_metrics(run, run.lightning_module))),
         "said": str(strategy.report()),
     }
 

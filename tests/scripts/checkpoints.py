@@ -109,11 +109,11 @@ def before_an_exchange() -> dict[str, Any]:
     if RANK:
         return {}
     checkpoint = torch.load(FOLDER / "early-step=3.ckpt", weights_only=True)
-    scheduled, group = checkpoint["lr_schedulers"][0], checkpoint["optimizer_states"][0]["param_groups"][0]
+    run_state = checkpoint["omni"]["run"]
     return {
-        **checkpoint["omni"]["run"]["cut"],
-        "scheduled": scheduled["last_epoch"],
-        "rates": [*scheduled["_last_lr"], group["lr"]],
+        **run_state["cut"],
+        "scheduled": checkpoint["lr_schedulers"][0]["last_epoch"],
+        "schedules": run_state["schedules"],
     }
 
 
@@ -270,7 +270,6 @@ def main() -> None:
         "one group from inside of groups": from_inside(omni.OmniStrategy(groups=1)),
         "before an exchange": before_an_exchange(),
         "own state": own_state(),
-        "ddp from before an exchange": from_inside(ddp(), "early-step=3", MANY),
         "groups from before an exchange": from_inside(diloco, "early-step=3", MANY),
         "one group from before an exchange": from_inside(omni.OmniStrategy(groups=1), "early-step=3", MANY),
         # fragments, cut out of the shares of two servers

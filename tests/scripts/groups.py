@@ -183,7 +183,7 @@ class Notes(pl.Callback):
         self.events = (FOLDER / f"events{RANK}").open("a")
 
     def setup(self, trainer: pl.Trainer, pl_module: Any, stage: str) -> None:
-        self.is_server_prepared = trainer.strategy.world.server.process is not None  # none is needed yet
+        self.is_server_prepared = bool(trainer.strategy.world.server.processes)  # none is needed yet
         self.say(f"process {os.getpid()}")
         if "check_every" in self.options:
 

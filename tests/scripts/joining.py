@@ -72,7 +72,8 @@ class Member(Net):
         if "tuner" in OPTIONS:
             group = self.trainer.optimizers[0].param_groups[0]
             with (FOLDER / f"{NAME}{self.global_rank}-steps").open("a") as file:
-                file.write(json.dumps([self.current_epoch, group["momentum"], group["lr"]]) + "\n")
+                rate = group["lr"] * self.trainer.strategy.world.rate_factor
+                file.write(json.dumps([self.current_epoch, group["momentum"], rate]) + "\n")
 
     def averaged(self) -> str:
         """Bits of the average that a callback keeps of the first layer, if one does."""

@@ -220,16 +220,17 @@ class State(pl.Callback):
         self.last_epoch: list[int] = []
         self.servers: list[bool] = []
         self.sizes: list[int] = []
+        self.rate = 0.0
 
     def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
-        self.servers.append(trainer.strategy.world.server.process is not None)
+        self.servers.append(bool(trainer.strategy.world.server.processes))
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         trainer.should_stop = self.stops[1:] == [0] or trainer.should_stop
 
     def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
         if not self.first:
-            self.servers.append(trainer.strategy.world.server.process is not None)
+            self.servers.append(bool(trainer.strategy.world.server.processes))
             self.first = batch[2].tolist()
         self.last_epoch += batch[2].tolist()
         self.sizes.append(len(batch[2]))
@@ -238,6 +239,7 @@ class State(pl.Callback):
         if "stops_in_trial" in pl_module.options and pl_module.segments[-1][0]:
             trainer.should_stop = True
         self.batches += 1
+        self.rate = trainer.optimizers[0].param_groups[0]["lr"] * trainer.strategy.world.rate_factor
         if self.dies == RANK and trainer.strategy.world.executor.exchanges:
             report(RANK, {"died in epoch": trainer.current_epoch, "had trained of it": self.last_epoch})
             os._exit(3)
@@ -349,7 +351,7 @@ def main() -> None:
                 "should_stop": run.should_stop,
                 "searches": len(tuner.searches) if tuner else 0,
                 "weights": [parameter.flatten().tolist() for parameter in module.parameters()],
-                "lr": run.optimizers[0].param_groups[0]["lr"] if run.optimizers else None,
+                "lr": state.rate,
                 "momentum": run.optimizers[0].param_groups[0].get("momentum") if run.optimizers else None,
                 "setting": tuner.state_dict()["setting"] if tuner else None,
                 "chosen": tuner.choice.setting.groups if tuner and tuner.choice else 0,

@@ -268,14 +268,12 @@ def forget(stepped: str) -> str:
             for _ in range(0 if stepped == "on no rank" or (stepped == "on one rank" and world.rank) else 4):
                 net.zero_grad()
                 model(torch.randn(8, 4)).square().mean().backward()
-                if stepped == "by hand":
-                    net.weight.data -= 0.1 * net.weight.grad
-                elif stepped in ("one of two", "a stranger"):
+                if stepped in ("one of two", "a stranger"):
                     raw.step()
                 else:
                     optimizer.step()
     except ConfigurationError as error:
-        assert stepped == "by hand" or torch.equal(before, net.weight)
+        assert torch.equal(before, net.weight)
         return str(error)
     return ""
 
@@ -603,11 +601,11 @@ def heard(said: list[str]) -> Iterator[None]:
 
 
 def discard(discarded: str) -> dict[str, Any]:
-    """The server's state of two parameters once user code has discarded it, and what is said of that."""
+    """The server's state of two parameters once user code has discarded it."""
     everyone, net, world = dist.group.WORLD, torch.nn.Linear(4, 1), World(2)
     raw = torch.optim.SGD(net.parameters(), lr=0.01, momentum=0.9)
     model, optimizer = world.wrap(net), OmniOptimizer(raw, world)
-    found: dict[str, Any] = {"said": [], "states": [], "refused": ""}
+    found: dict[str, Any] = {"states": [], "refused": ""}
     acts: dict[str, Callable[[], Any]] = {
         "clear": lambda: raw.state.clear(),
         "pop": lambda: raw.state.pop(net.weight, None),
@@ -627,7 +625,7 @@ def discard(discarded: str) -> dict[str, Any]:
         if discarded == "write" and world.rank == 0:
             found["written"] = state[0]["momentum_buffer"].tolist()
 
-    with heard(found["said"]), world.training():
+    with world.training():
         step()
         world.enter_world(net)
         look()
@@ -644,20 +642,6 @@ def discard(discarded: str) -> dict[str, Any]:
     except (UnsupportedError, RankLost) as error:
         found["refused"] = str(error)
     return found
-
-
-def step_outside(outside: str) -> list[str]:
-    """What is said of steps outside of a loop of groups, with DistributedDataParallel over all ranks or without."""
-    net, world, said = torch.nn.Linear(4, 1), World(2), list[str]()
-    model = world.wrap(net)
-    if outside == "with DDP":
-        model = torch.nn.parallel.DistributedDataParallel(net)
-    raw = torch.optim.SGD(net.parameters(), lr=0.01)
-    with heard(said):
-        for _ in range(2):
-            model(torch.randn(8, 4)).square().mean().backward()
-            raw.step()
-    return said
 
 
 def synchronize(alone: int, goes_on: bool = False) -> str:
@@ -958,35 +942,6 @@ def refuse(before: str) -> str:
     return ""
 
 
-def misplace(misplaced: dict[str, str]) -> list[str]:
-    """What is said of environment variables that only OmniStrategy reads."""
-    said = list[str]()
-    os.environ |= misplaced
-    world = World(options=WorldOptions(groups=2))
-    net = torch.nn.Linear(4, 1)
-    optimizer = OmniOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), world)
-    with heard(said), world.training():
-        net(torch.randn(8, 4)).square().mean().backward()
-        optimizer.step()
-    for name in misplaced:
-        del os.environ[name]
-    return said
-
-
-def repeat(repeated: str) -> list[str]:
-    """What is said of two Worlds of two groups, one after the other, that train one module."""
-    net, said, worlds = torch.nn.Linear(4, 1), list[str](), list[World]()
-    with heard(said):
-        for _ in range(2):
-            worlds.append(World(2, options=WorldOptions(method=repeated)))
-            model = worlds[-1].wrap(net)
-            optimizer = OmniOptimizer(torch.optim.SGD(net.parameters(), lr=0.1), worlds[-1])
-            with worlds[-1].training():
-                model(torch.randn(8, 4)).square().mean().backward()
-                optimizer.step()
-    return said
-
-
 def generate(generated: int) -> list[Any]:
     """The steps of a loop in a generator that is left after some of them, and the weights that this rank ends with."""
     world, steps = World(2), list[int]()
@@ -1112,7 +1067,6 @@ def main() -> None:
         "first": go_on,
         "then": then_ddp,
         "discarded": lambda **options: discard(options["discarded"]),
-        "outside": lambda **options: step_outside(options["outside"]),
         "alone": synchronize,
         "merged": normalize,
         "mishandled": mishandle,
@@ -1127,12 +1081,10 @@ def main() -> None:
         "returned": take_back,
         "target": write_target,
         "before": refuse,
-        "misplaced": misplace,
         "local": count,
         "sampled": sample,
         "generated": generate,
         "compiled": compile_step,
-        "repeated": repeat,
         "page": follow,
     }
     results: dict[str, Any] = {

@@ -92,8 +92,9 @@ def train(
 
 def kill(which: str, world: World) -> None:
     """A server that holds a partition ends, or a rank."""
-    for process in world.server._shares.values() if which == "server" else ():
-        os.kill(process.pid, signal.SIGKILL)
+    for number, process in world.server.processes.items() if which == "server" else ():
+        if number:
+            os.kill(process.pid, signal.SIGKILL)
     if which == "rank" and world.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
 

@@ -324,17 +324,15 @@ def longer(make: Any, groups: int, then: int, how: str, limit: int = 30) -> dict
     return {**facts(run, follows), "saved": saved["current"]["ready"]}
 
 
-def inside(groups: int, then: int | None, regroup: tuple[int, int, int] | None = None) -> dict[str, Any]:
-    """Saved in the second epoch by so many groups, and resumed by others or DDP: what was trained of it, and then."""
+def inside(groups: int, then: int, regroup: tuple[int, int, int] | None = None) -> dict[str, Any]:
+    """Saved in the second epoch by so many groups, and resumed by others: what was trained of it, and then."""
     saving = Follows(regroup, save=(1, 9))
     run = run_of(groups, saving, max_epochs=2)
     run.fit(Scheduled(), *loaders(256))
     saved = torch.load(FOLDER / "inside.ckpt", weights_only=True)
     cut = saved["omni"]["run"]["cut"]
     follows = Follows()
-    run = run_of(then or 1, follows, max_epochs=2)
-    if then is None:
-        run = trainer("ddp", 2, callbacks=[follows], max_epochs=2)
+    run = run_of(then, follows, max_epochs=2)
     run.fit(Scheduled(), *loaders(256), ckpt_path=FOLDER / "inside.ckpt")
     sampler: Any = DistributedSampler(dataset(256), 2, 0, seed=SEED)
     sampler.set_epoch(1)
@@ -370,8 +368,8 @@ def validated(groups: int, then: int | None, **options: Any) -> dict[str, Any]:
 FITS: dict[str, Callable[[], dict[str, Any]]] = {
     "regrouped": lambda: limited(Net(), 1, regroup=(0, 4, 2), max_steps=20),
     "regrouped at the end": lambda: limited(Net(), 1, regroup=(0, 19, 2), max_steps=20),
-    "by hand, regrouped": lambda: limited(ByHand(), 2, regroup=(0, 4, 1), max_steps=20),
-    "by hand, windows": lambda: limited(ByHand(4), 2, regroup=(1, 4, 1), max_steps=14),
+    "by hand": lambda: limited(ByHand(), 2, max_steps=20),
+    "by hand, windows": lambda: limited(ByHand(4), 2, regroup=(1, 4, 1), max_steps=20),
     "by hand, scheduled": lambda: by_hand(),
     "by count": lambda: by_count("trainer"),
     "by count of the loader": lambda: by_count("loader"),
@@ -398,7 +396,6 @@ FITS: dict[str, Callable[[], dict[str, Any]]] = {
     "validated, of one group": lambda: validated(1, 2, max_steps=44),
     "inside, in one group": lambda: inside(2, 1),
     "inside, in two": lambda: inside(2, 2),
-    "inside, by DDP": lambda: inside(2, None),
     "inside, regrouped": lambda: inside(2, 1, regroup=(1, 3, 1)),
     "inside, regrouped, in two": lambda: inside(2, 2, regroup=(1, 3, 1)),
 }

@@ -112,6 +112,22 @@ class ThawInside(pl.Callback):
         pl_module.backbone.register_forward_pre_hook(thaw)
 
 
+class Adversaries(Tuned):
+    """Steps backbone and head in turn, and leaves the other one frozen: as many a GAN does it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.automatic_optimization = False
+
+    def training_step(self, batch: Any, batch_idx: int) -> None:
+        self.backbone.requires_grad_(batch_idx % 2 == 0)
+        self.head.requires_grad_(batch_idx % 2 == 1)
+        optimizer: Any = self.optimizers()
+        optimizer.zero_grad()
+        self.manual_backward(super().training_step(batch, batch_idx))
+        optimizer.step()
+
+
 class Replace(pl.Callback):
     """Puts another last layer into the place of the old one, in module and optimizer."""
 
@@ -275,7 +291,7 @@ def fit(
     **more: Any,
 ) -> dict[str, Any]:
     pl.seed_everything(3, verbose=False)
-    module, watch = Tuned(kind), Noted()
+    module, watch = Adversaries() if kind == "by turns" else Tuned(kind), Noted()
     initial = {name: value.tolist() for name, value in module.state_dict().items()}
     every = [*callbacks, watch, InTime()]
     if save:
@@ -332,6 +348,7 @@ def main() -> None:
         "ddp resumed": lambda: fit(pl.strategies.DDPStrategy(), 3, [Again(1)], "adamw", resume="tuned"),
         "thawed": lambda: fit(groups(groups=2), 1, [Thaw(3)]),
         "thawed inside": lambda: fit(groups(groups=2), 1, [ThawInside()]),
+        "by turns": lambda: fit(groups(groups=2, find_unused_parameters=True), 2, kind="by turns"),
         "replaced": lambda: fit(groups(groups=2), 2, [Replace()]),
         "users": lambda: fit(groups(groups=2), 1, [TunesNothing()]),
         "rescheduled": lambda: fit(groups(groups=2, method="local_sgd:period=2"), 2, [Reschedule()], "falls"),

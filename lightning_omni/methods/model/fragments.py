@@ -86,10 +86,6 @@ def divide(sizes: Sequence[tuple[int, int]], servers: int) -> list[list[Piece]]:
     """Divide tensors of ``sizes``, as in `cut`, into shares of about equal bytes, cut at multiples of `UNIT` elements.
 
     An empty tensor joins the share of the tensor before it.
-
-    Example:
-        >>> divide([(192, 4), (4, 4)], servers=2)
-        [[Piece(place=0, range=(0, 128))], [Piece(place=0, range=(128, 192)), Piece(place=1, range=None)]]
     """
     total, begin = sum(count * width for count, width in sizes), 0
     bounds = [total * server // servers for server in range(servers)] + [total]

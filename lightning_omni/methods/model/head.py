@@ -42,14 +42,6 @@ class MergedHead:
         module: the submodule, over ``parameters``.
         parameters: its parameters, in the order of gradients; the caller steps them.
         seed: seed of its forward pass (dropout).
-
-    Example:
-        >>> module = nn.Linear(2, 1)
-        >>> head = MergedHead(module, dict(module.named_parameters()))
-        >>> output = head.forward((torch.ones(3, 2),), {})
-        >>> passed = head.backward([torch.ones(3, 1)])
-        >>> passed.inputs[0].shape, [gradient.shape for gradient in passed.parameters]
-        (torch.Size([3, 2]), [torch.Size([1, 2]), torch.Size([1])])
     """
 
     def __init__(self, module: nn.Module, parameters: Mapping[str, Parameter], seed: int = 0) -> None:
@@ -70,12 +62,9 @@ class MergedHead:
     ) -> Any:
         """Return the head's output.
 
-        Args:
-            args: arguments of the submodule: trees of tensors and plain values.
-            kwargs: keyword arguments, likewise.
-            training: training mode of all submodules, or of each, as from `modes_of`.
-            autocast: dtype of automatic mixed precision, if any.
-            exclusive: whether a backward pass will follow.
+        The arguments are trees of tensors and plain values; ``training`` is the mode of all submodules, or of each, as
+        from `modes_of`; ``autocast`` is the dtype of automatic mixed precision. Only if ``exclusive``, `backward` may
+        follow.
 
         Raises:
             UnsupportedError: the pass changed a buffer of the head, or returned values that cannot travel.

@@ -91,11 +91,6 @@ def describe_module(module: nn.Module) -> dict[str, Any]:
 
     Raises:
         UnsupportedError: it cannot be described; the message names the part.
-
-    Example:
-        >>> description = describe_module(nn.Sequential(nn.Linear(2, 3), nn.ReLU()))
-        >>> description["class"], list(description["children"])
-        ('torch.nn.modules.container:Sequential', ['0', '1'])
     """
     names = {id(parameter): name for name, parameter in module.named_parameters()}
     return _describe(module, names, "")
@@ -164,12 +159,6 @@ def rebuild_module(
 
     Raises:
         UnsupportedError: a class, function or dtype cannot be used.
-
-    Example:
-        >>> head = nn.Linear(2, 1)
-        >>> twin = rebuild_module(describe_module(head), dict(head.named_parameters()), module_resolver(()))
-        >>> torch.equal(twin(torch.ones(1, 2)), head(torch.ones(1, 2)))
-        True
     """
     kind = resolve(str(description["class"]))
     module = object.__new__(kind)

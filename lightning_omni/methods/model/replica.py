@@ -194,15 +194,14 @@ class Replica:
 
     def mix(self, pulled: Pulled, of: int, own: float = 0.0) -> None:
         """Set ``weights = own * weights + (1 - own) * pulled`` in the pulled fragment; ``own`` is 0 for frozen ones."""
-        pieces, weights = self.pieces(pulled.fragment, of), self.weights()
-        values = [value.to(mine) for mine, value in zip(read(weights, pieces), pulled.tensors, strict=True)]
+        values: Sequence[Tensor] = pulled.tensors
         if own:
+            each = zip(self.pieces(pulled.fragment, of), values, self.part(pulled.fragment, of), strict=True)
             values = [
-                torch.lerp(value, mine, own) if self.ordered[piece.place].requires_grad else value
-                for piece, value, mine in zip(pieces, values, read(weights, pieces), strict=True)
+                torch.lerp(value.to(mine), mine, own) if self.ordered[piece.place].requires_grad else value
+                for piece, value, mine in each
             ]
-        write(weights, pieces, values)
-        self.drift.read(pulled.fragment)
+        self.overwrite(values, pulled.fragment, of)
 
     def agreed(self, fragment: int | None = None, of: int = 1) -> list[bool]:
         """Return, for each piece of a fragment or of all parameters, whether it is frozen and equals the server's."""
@@ -302,12 +301,6 @@ class Replica:
             "memory": self.memory,
             "optimizer": optimizer_state_of(self.optimizer),
         }
-
-    def load_state(self, state: Mapping[str, Any]) -> None:
-        """Restore a `state`."""
-        self.load(Pulled(state["weights"], int(state["clock"])))
-        self.memory = dict(state["memory"])
-        load_optimizer_state(self.optimizer, state["optimizer"])
 
 
 def optimizer_state_of(optimizer: Optimizer) -> dict[Any, Any]:

@@ -7,7 +7,9 @@ never pickled, so a message cannot execute its sender's code.
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Container, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from copy import deepcopy
 from functools import cache
 from numbers import Real
 from typing import Any
@@ -41,7 +43,6 @@ class Master:
         optimizer: the user's optimizer over exactly these parameters; None if the workers' own optimizers step.
         clock: number of updates that the values already contain.
         first: number of parameters before any were added; None for all.
-        servers: number of servers whose partitions this master holds, as in a simulation.
     """
 
     def __init__(
@@ -50,14 +51,12 @@ class Master:
         optimizer: Optimizer | None,
         clock: int = 0,
         first: int | None = None,
-        servers: int = 1,
     ) -> None:
         self.parameters = dict(parameters)
         self.optimizer = optimizer
         self.clock = clock
         self._ordered = list(self.parameters.values())
         self._first = len(self._ordered) if first is None else first
-        self._servers = servers
         self._fragments = [self._ordered]
         self._detached: dict[Tensor, Any] = {}
         self._has_checked_state = False
@@ -82,7 +81,7 @@ class Master:
         weights = self.weights()
         self._fragments = [
             [Parameter(piece, requires_grad=piece.is_floating_point()) for piece in read(weights, pieces)]
-            for pieces in cut(sizes_of(weights), fragments, self._first, self._servers)
+            for pieces in cut(sizes_of(weights), fragments, self._first)
         ]
 
     def fragment(self, number: int | None) -> list[Parameter]:
@@ -264,11 +263,6 @@ def hyperparameters_of(
 
     With ``of``, only groups that hold some of these parameters, or are empty, are returned. Unless ``are_needed``,
     values that are not plain are left out.
-
-    Example:
-        >>> weight = torch.nn.Parameter(torch.zeros(2))
-        >>> hyperparameters_of(torch.optim.SGD([weight], lr=0.1))[0]["lr"]
-        0.1
     """
     kind = type(optimizer)
     groups = [group for group in optimizer.param_groups if of is None or holds(group, of)]
@@ -314,6 +308,20 @@ def set_hyperparameter(group: dict[str, Any], name: str, value: Any) -> None:
         group[name].fill_(value)
     else:
         group[name] = value
+
+
+@contextmanager
+def scaled_rates(optimizer: Optimizer, factor: float) -> Iterator[None]:
+    """Multiply the learning rates of all parameter groups in this context."""
+    groups = [group for group in optimizer.param_groups if factor != 1.0 and group.get("lr") is not None]
+    own = [deepcopy(group["lr"]) for group in groups]  # groups may share a tensor
+    for group, rate in zip(groups, own, strict=True):
+        set_hyperparameter(group, "lr", rate * factor)
+    try:
+        yield
+    finally:
+        for group, rate in zip(groups, own, strict=True):
+            set_hyperparameter(group, "lr", rate)
 
 
 def describe(optimizer: Optimizer, names: Mapping[Tensor, str], with_state: bool = True) -> dict[str, Any]:
@@ -438,7 +446,6 @@ def resolver(allowed: Sequence[str]) -> Resolve:
 
 
 def check_servable(optimizer: Optimizer) -> None:
-    """Raise `UnsupportedError` for an optimizer that cannot run at the server."""
     kind = type(optimizer)
     if isinstance(optimizer, torch.optim.LBFGS):
         raise UnsupportedError(

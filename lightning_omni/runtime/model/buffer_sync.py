@@ -1,7 +1,7 @@
 """Tensors that no optimizer moves (buffers, frozen parameters, averages), and their merge where groups synchronize.
 
 Inside an epoch they are each group's own. Running statistics of normalization layers, and averages of weights, become
-the mean over the groups, without a group in which they are not finite; counts of batches become the largest.
+the mean over the groups, without a group in which they are not finite.
 All others become those of the recorder, as under DDP those of rank 0: a mean of two queues, two codebooks or
 two vectors of unit length has no meaning.
 """
@@ -29,13 +29,10 @@ from lightning_omni.topology import RECORDER
 
 _STATISTICS = re.compile(r"(running|moving)_(mean|var|variance|std)")
 """Names of the statistics of normalization layers: torch's, and those of others with the same naming."""
-_BATCHES = "num_batches_tracked"
-"""The name of such a layer's count of batches."""
 
 
 class Merge(Enum):
     MEAN = auto()
-    LARGEST = auto()
     FIRST = auto()
 
 
@@ -50,12 +47,8 @@ class BufferSync:
 
 def buffers_of(module: Module) -> Iterator[BufferSync]:
     for name, buffer in module.named_buffers():
-        own = name.rpartition(".")[2]
-        if own == _BATCHES:
-            yield BufferSync(name, buffer, Merge.LARGEST)
-        else:
-            is_mean = _STATISTICS.fullmatch(own) and not _is_whole(buffer)
-            yield BufferSync(name, buffer, Merge.MEAN if is_mean else Merge.FIRST)
+        is_mean = _STATISTICS.fullmatch(name.rpartition(".")[2]) and (buffer.is_floating_point() or buffer.is_complex())
+        yield BufferSync(name, buffer, Merge.MEAN if is_mean else Merge.FIRST)
 
 
 def average_of(module: Module) -> Iterator[BufferSync]:
@@ -97,12 +90,11 @@ def merge(parallel: ParallelState, untrained: Iterable[BufferSync]) -> None:
         real = torch.view_as_real(tensor) if tensor.is_complex() else tensor
         kinds[each.merge].append(replace(each, tensor=real))
     _average(parallel, kinds[Merge.MEAN])
-    _take_largest(kinds[Merge.LARGEST])
     _take_first(parallel, kinds[Merge.FIRST])
 
 
 def _check_shapes(parallel: ParallelState, untrained: Sequence[BufferSync]) -> None:
-    marks = [_mark(each.tensor) for each in untrained]
+    marks = [zlib.crc32(f"{each.tensor.dtype}{list(each.tensor.shape)}".encode()) for each in untrained]
     for each, is_one in zip(untrained, are_alike(marks, parallel.all_reduce_max), strict=True):
         if not is_one:
             raise UnsupportedError(
@@ -110,10 +102,6 @@ def _check_shapes(parallel: ParallelState, untrained: Sequence[BufferSync]) -> N
                 f" {parallel.rank}), and all go on with one value of it when groups synchronize; keep it in a plain"
                 " attribute, which remains each rank's own, or give it one shape"
             )
-
-
-def _mark(tensor: Tensor) -> int:
-    return zlib.crc32(f"{tensor.dtype}{list(tensor.shape)}".encode())
 
 
 def _average(parallel: ParallelState, untrained: Sequence[BufferSync]) -> None:
@@ -144,14 +132,6 @@ def _counts(parallel: ParallelState) -> bool:
     return not (parallel.joined_since_sync and are_others_there)
 
 
-def _take_largest(untrained: Sequence[BufferSync]) -> None:
-    if untrained:
-        flat = torch.cat([each.tensor.long().cpu().flatten() for each in untrained])
-        dist.all_reduce(flat, op=dist.ReduceOp.MAX)
-        for part, each in zip(flat.split([each.tensor.numel() for each in untrained]), untrained, strict=True):
-            write(each.tensor, part.view_as(each.tensor), each.name)
-
-
 def _take_first(parallel: ParallelState, untrained: Sequence[BufferSync]) -> None:
     are_one = are_alike(fingerprints(each.tensor for each in untrained), parallel.all_reduce_max)
     differ = [each for each, is_one in zip(untrained, are_one, strict=True) if not is_one]
@@ -162,7 +142,3 @@ def _take_first(parallel: ParallelState, untrained: Sequence[BufferSync]) -> Non
         for part, each in zip(parts, differ, strict=True):
             values = part.clone().view(each.tensor.dtype)  # a copy is aligned
             write(each.tensor, values.view(each.tensor.shape), each.name)
-
-
-def _is_whole(tensor: Tensor) -> bool:
-    return not (tensor.is_floating_point() or tensor.is_complex())

@@ -74,7 +74,7 @@ class ExternalWrites:
     def _others_written(self) -> list[BufferSync]:
         loaded = {id(parameter) for part in self._parallel.parts for parameter in part.replica.served()}
         others = list(self.others())
-        found = list(compress(others, self._all_reduce_max(self._are_written(others, loaded))))
+        found = list(compress(others, self._parallel.all_reduce_max(self._are_written(others, loaded))))
         _check_whole(found)
         return found
 
@@ -84,12 +84,12 @@ class ExternalWrites:
     def follow(self, check_alike: Callable[[], object]) -> None:
         """Distribute the recorder's writes since the last synchronization. All ranks call it.
 
-        ``check_alike`` raises an error on all ranks, if their optimizers hold different parameters.
+        ``check_alike`` raises an error if their optimizers hold different parameters.
         """
         is_state_written = any(map(self._is_state_written, self._parallel.parts))
         is_other = is_state_written or any(map(self._changed_attribute, self._parallel.parts))
         written = [*self._written(), int(self.switched()), int(is_other)]
-        weights, loose, switched, others = self._all_reduce_max(written)
+        weights, loose, switched, others = self._parallel.all_reduce_max(written)
         if loose:
             self._share_loose()
             self.others_followed()
@@ -99,18 +99,6 @@ class ExternalWrites:
             check_alike()
             self._hand_over(keep_states=not switched)
         self._know_states()
-
-    def finish(self) -> None:
-        """Copy the recorder's written weights and buffers to all ranks, which call it after training."""
-        weights, loose = self._all_reduce_max(self._written())
-        if weights and self._parallel.share is not None:
-            self._hand_over(keep_states=True)
-        elif weights:
-            parts = [part.replica for part in self._parallel.parts]
-            named = (each for part in parts for each in zip(part.parameters, part.weights(), strict=True))
-            take_from_rank_zero(named, self._parallel.process_groups.live)
-        if loose:
-            self._share_loose()
 
     # --- A step -------------------------------------------------------------------------------------------------------
 
@@ -228,9 +216,6 @@ class ExternalWrites:
         seen = self._others_seen if len(self._others_seen) == len(others) else [0] * len(others)
         marks = iter(_marks(each for each in others if id(each.tensor) not in known))
         return [id(each.tensor) not in known and next(marks) != then for each, then in zip(others, seen, strict=True)]
-
-    def _all_reduce_max(self, numbers: Sequence[int]) -> list[int]:
-        return self._parallel.all_reduce_max(numbers) if numbers else []
 
 
 def _marks(untrained: Iterable[BufferSync]) -> list[int]:

@@ -5,6 +5,7 @@ The members' rows form one batch: the leader sends it to the head, and each memb
 
 from __future__ import annotations
 
+import math
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -116,10 +117,7 @@ class RemoteHead:
                 )
 
     def bring(self, tree: Any, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Send the group's batch to the head; return this rank's rows of each output tensor. All members call it.
-
-        ``tensors`` replace those of the ``tree`` of arguments and keyword arguments.
-        """
+        """Send the group's batch to the head; return this rank's rows of each output tensor. All members call it."""
         parallel = self._parallel
         with self._exchange.timed():
             self._rows = self._count_rows(tensors)
@@ -151,10 +149,7 @@ class RemoteHead:
     def take_back(
         self, gradients: Sequence[Tensor | None], inputs: Sequence[tuple[torch.Size, torch.dtype]]
     ) -> list[Any]:
-        """Send the gradients of the output to the head, which makes a step; return those of this rank's inputs.
-
-        A gradient is None if its output took no part in the loss; ``inputs`` are each input's shape and dtype.
-        """
+        """Send the gradients of the output to the head, which makes a step; return those of this rank's inputs."""
         parallel = self._parallel
         self.side.end()
         with self._exchange.timed():
@@ -203,34 +198,23 @@ class RemoteHead:
         """Return the gradients, with zeros for those that only other members have."""
         if not self._is_shared or len(gradients) == 1:  # without it there is no backward pass
             return list(gradients)
-        flags = torch.tensor([int(each is not None) for each in gradients], device=self._parallel.device)
-        dist.all_reduce(flags, op=dist.ReduceOp.MAX, group=self._parallel.compute_group)
+        are_there = [int(each is not None) for each in gradients]
+        flags = self._parallel.process_groups.largest(are_there, self._parallel.compute_group)
         mine = self._rows[self._parallel.members.index(self._parallel.rank)]
         return [
             gradient if gradient is not None or not flag else torch.zeros((mine, *shape[1:]), dtype=dtype)
-            for gradient, flag, (shape, dtype) in zip(gradients, flags.tolist(), self._shapes, strict=True)
+            for gradient, flag, (shape, dtype) in zip(gradients, flags, self._shapes, strict=True)
         ]
 
     def _gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
-        """Gather all members' rows at the leader, concatenated; other members return their own."""
         if not self._is_shared:
             return list(tensors)
-        parallel, group = self._parallel, self._parallel.compute_group
-        own = [tensor.detach().to(parallel.device).contiguous() for tensor in tensors]
-        if not parallel.is_leader:
-            for tensor in own:
-                dist.send(tensor, group=group, group_dst=0)
-            return own
-        blocks = [[tensor] for tensor in own]
-        for member, rows in enumerate(self._rows[1:], 1):
-            for tensor, block in zip(own, blocks, strict=True):
-                block.append(tensor.new_empty((rows, *tensor.shape[1:])))
-                dist.recv(block[-1], group=group, group_src=member)
-        return [torch.cat(block) for block in blocks]
+        mine, whole = self._splits
+        return [self._pass_on(tensor, mine, whole) for tensor in tensors]
 
     def _scatter(self, whole: Sequence[Tensor], shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
         """Send each member its rows from the leader, and return them on this rank's device."""
-        parallel, group = self._parallel, self._parallel.compute_group
+        parallel = self._parallel
         if not self._is_shared:
             return [tensor.to(parallel.device) for tensor in whole]
         if any(not shape or shape[0] != sum(self._rows) for shape, _ in shapes):
@@ -239,17 +223,27 @@ class RemoteHead:
                 " that every member of the group can get its rows; merge another submodule: the shapes are"
                 f" {[list(s) for s, _ in shapes]}"
             )
-        if parallel.is_leader:
-            blocks = [tensor.to(parallel.device).split(self._rows) for tensor in whole]
-            for member in range(1, len(self._rows)):
-                for tensor in blocks:
-                    dist.send(tensor[member].contiguous(), group=group, group_dst=member)
-            return [tensor[0] for tensor in blocks]
-        rows = self._rows[parallel.members.index(parallel.rank)]
-        mine = [torch.empty((rows, *shape[1:]), dtype=dtype, device=parallel.device) for shape, dtype in shapes]
-        for tensor in mine:
-            dist.recv(tensor, group=group, group_src=0)
-        return mine
+        if not parallel.is_leader:
+            whole = [torch.empty((0, *shape[1:]), dtype=dtype) for shape, dtype in shapes]
+        mine, all_rows = self._splits
+        return [self._pass_on(tensor, all_rows, mine) for tensor in whole]
+
+    @property
+    def _splits(self) -> tuple[list[int], list[int]]:
+        """Return this member's rows, which the leader sends or gets, and the members' rows at the leader."""
+        none = [0] * len(self._rows)
+        mine = self._rows[self._parallel.members.index(self._parallel.rank)]
+        return [mine, *none[1:]], self._rows if self._parallel.is_leader else none
+
+    def _pass_on(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Send each member its number of a tensor's rows; return those from each, in the members' order."""
+        own = tensor.detach().to(self._parallel.device).contiguous()
+        found = own.new_empty((sum(received), *own.shape[1:]))
+        width = own.element_size() * math.prod(own.shape[1:])
+        theirs, ours = ([width * rows for rows in each] for each in (received, sent))
+        into, of = (each.view(-1).view(torch.uint8) for each in (found, own))
+        dist.all_to_all_single(into, of, theirs, ours, group=self._parallel.compute_group)
+        return found
 
 
 def _own_forward(kind: type[nn.Module], module: nn.Module) -> Any:

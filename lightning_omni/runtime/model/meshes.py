@@ -151,14 +151,6 @@ def sizes_in(
 
     Raises:
         ConfigurationError: members of these groups cannot hold a model together, in the same shares.
-
-    Example:
-        >>> sizes_in(Topology.even(8, 2), FSDP(), [8])
-        (4, 1)
-        >>> sizes_in(Topology.even(8, 2), FSDP(shards=2), [8])
-        (2, 1)
-        >>> sizes_in(Topology.even(8, 2), ModelParallel(2, 2), [8])
-        (2, 2)
     """
     sizes = sorted({len(topology.members(group)) for group in topology.alive})
     shards = sharding.shards if isinstance(sharding, FSDP) else None

@@ -67,7 +67,7 @@ class ParameterGroups:
             core.load_sender_state(index, {**state, RESIDUAL: [owed.get(each) for each in ordered]})
 
     def agree(self) -> None:
-        """Bring the optimizers' parameters into the first rank's order. All ranks call it before several groups train.
+        """Check that all ranks, which call it before several groups train, have the same optimizers.
 
         Raises:
             ConfigurationError: optimizers hold different parameters or parameter groups.
@@ -79,16 +79,7 @@ class ParameterGroups:
             f"optimizer {number}": type(part.optimizer).__name__ for number, part in enumerate(self._parallel.parts)
         }
         found = kinds | {name: describe(parameter) for name, parameter in held.items()}
-        order = agree(found, self._parallel.rank, self._parallel.all_reduce_max, remedy)
-        if order is None:
-            return
-        places = {held[name]: place for place, name in enumerate(order) if name not in kinds}
-        for part in self._parallel.parts:
-            own = set(part.replica.ordered)
-            for group in part.optimizer.param_groups:
-                following = iter(sorted(own.intersection(group["params"]), key=places.__getitem__))
-                group["params"][:] = [next(following) if each in own else each for each in group["params"]]
-        self.renew()
+        agree(found, self._parallel.rank, self._parallel.all_reduce_max, remedy)
 
     def _held(self) -> Iterator[tuple[str, Parameter]]:
         for number, part in enumerate(self._parallel.parts):

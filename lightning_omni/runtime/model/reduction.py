@@ -56,7 +56,6 @@ class Reduction:
         self._wrapped: list[ref[DistributedDataParallel]] = []
 
     def ddp_options(self, module: torch.nn.Module, given: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the user's arguments of DDP; an inexact format has larger buckets on a CPU."""
         on_cpu = all(each.device.type == "cpu" for each in module.parameters())
         is_open = not isinstance(self.format, Exact) and on_cpu and "bucket_cap_mb" not in given
         return {**given, "bucket_cap_mb": BUCKET_MB} if is_open else dict(given)
@@ -108,7 +107,6 @@ class Reduction:
         return _done(flat)
 
     def _beside(self, state: tuple[AllReduce, Any], bucket: Any, flat: Tensor) -> torch.futures.Future[Tensor]:
-        """Average a bucket in a separate stream, for which DDP waits."""
         device = flat.device
         if device not in self._streams:
             self._streams[device] = torch.cuda.Stream(device)

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import zlib
 from collections import Counter
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence, Set
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence, Set
 from copy import deepcopy
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -25,7 +24,7 @@ from lightning_omni.methods.model.server_optimizer import describe, detach_state
 from lightning_omni.runtime.model.sharded import complete, gradient_of, here, like, load_state, parts_of, rows
 from lightning_omni.wire.formats.base import Memory, zeros_on
 from lightning_omni.wire.layout import DTYPES, Layout
-from lightning_omni.wire.partition import Partition, over_parameters
+from lightning_omni.wire.partition import over_parameters
 
 _LARGE = 1 << 16
 """Elements of a weight above which a comparison of all takes too long for a step."""
@@ -65,7 +64,6 @@ class ModelReplica(Replica):
         return self._layout_of({name: here(parameter) for name, parameter in self.parameters.items()})
 
     def described(self) -> dict[str, Any]:
-        """Return the optimizer's description for a server, with the state of this rank's part."""
         description = describe(self.optimizer, {parameter: name for name, parameter in self.parameters.items()})
         if self._is_shared:
             description["state"] = parts_of(description["state"])
@@ -165,22 +163,12 @@ class ModelReplica(Replica):
         self._writes.remember(self.ordered, pulled.tensors)
 
     def overwrite(self, values: Sequence[Tensor], fragment: int | None = None, of: int = 1) -> None:
-        with self._without_own_frozen():
-            super().overwrite(values, fragment, of)
-        self._writes.mark(self.ordered)
-
-    def mix(self, pulled: Pulled, of: int, own: float = 0.0) -> None:
-        with self._without_own_frozen():
-            super().mix(pulled, of, own)
-        self._writes.remember(self.ordered, self.weights())
-
-    @contextmanager
-    def _without_own_frozen(self) -> Iterator[None]:
         kept = {name: here(self.parameters[name]).clone() for name in self.own_frozen()}
-        yield
+        super().overwrite(values, fragment, of)
         for name, value in kept.items():
             here(self.parameters[name]).copy_(value)
         complete(self.ordered)
+        self._writes.mark(self.ordered)
 
     def agreed(self, fragment: int | None = None, of: int = 1) -> list[bool]:
         own, names = self.own_frozen(), list(self.parameters)
@@ -202,7 +190,6 @@ class ModelReplica(Replica):
         self._writes.remember(self.ordered, copies(self.weights()))
 
     def descend(self, gradient: Sequence[Tensor | None]) -> None:
-        """Make a local step between two fetches, which counts as a write of the method."""
         self.own_frozen()  # noted before this step counts as the method's write
         super().descend(gradient)
         complete(self.ordered)
@@ -221,7 +208,7 @@ class ModelReplica(Replica):
         return self._writes.of_trained(self.parameters, in_passing)
 
     def own_frozen(self) -> set[str]:
-        """Return the names of frozen weights that other code has written, so that they are this group's."""
+        """Return the names of frozen weights that other code has written."""
         return self._writes.of_frozen(self.parameters)
 
     def served(self) -> list[Parameter]:
@@ -272,11 +259,11 @@ class ModelReplica(Replica):
     def restore(self, but_frozen: bool = False) -> None:
         """Restore the group's own weights, if they were stashed.
 
-        With ``but_frozen``, all groups continue with the evaluated frozen weights, unless all are frozen, as those of a
-        GAN's half may be for the other half's step.
+        With ``but_frozen``, all groups continue with the evaluated frozen weights.
         """
         if self._stashed is None:
             return
+        # A GAN's half that is frozen as a whole, for the other half's step, stays the group's own.
         but_frozen = but_frozen and any(each.requires_grad for each in self.ordered)
         pairs = zip(self.ordered, self.weights(), self._stashed.tensors, strict=True)
         back = [mine if but_frozen and not each.requires_grad else own for each, mine, own in pairs]
@@ -293,7 +280,6 @@ class ModelReplica(Replica):
         self._stashed = self._stashed_drift = None
 
     def abandon(self) -> None:
-        """Drop the stashed weights and the memory: the evaluated weights stay."""
         self._stashed = None
         self.memory.clear()
 
@@ -321,8 +307,6 @@ class Part:
     empty: Callable[[int], Tensor]
     """Returns memory for exchanges with the server."""
     device: torch.device
-    split: Partition | None = None
-    """The division of its parameters over several servers, at the last exchange."""
     staleness: Counter[int] = field(default_factory=Counter)
     """Number of exchanges by staleness, since the last report; a loop without Lightning requests none."""
     head: tuple[str, Module] | None = None
@@ -353,7 +337,6 @@ class Part:
         return self._flat.room(PREFIX + self.replica.layout.nbytes)
 
     def release(self) -> None:
-        """Release the memory on the device."""
         self._flat, self.handed = (Memory(zeros_on(self.device)) for _ in range(2))
         if self.device.type != "cpu":
             self.replica.forget()

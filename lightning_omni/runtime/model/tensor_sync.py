@@ -16,7 +16,7 @@ from torch.nn import Module, Parameter
 from torch.nn.parameter import is_lazy
 
 from lightning_omni.errors import ConfigurationError, RankLost, UnsupportedError
-from lightning_omni.runtime._private import ignored_by_ddp, put_in_order
+from lightning_omni.runtime._private import ignored_by_ddp
 
 _LETTER = 1024
 """Bytes of a note that one broadcast holds; a longer one takes two."""
@@ -36,14 +36,6 @@ def contiguous(tensor: Tensor, name: str) -> Iterator[Tensor]:
 
     Raises:
         UnsupportedError: the tensor cannot have these values.
-
-    Example:
-        >>> table = torch.zeros(2, 4)[:, ::2]
-        >>> with contiguous(table, "table") as memory:
-        ...     memory.view(-1)[1] = 5.0
-        >>> table
-        tensor([[0., 5.],
-                [0., 0.]])
     """
     own = tensor.detach()
     if own.is_contiguous() and not own.is_conj() and not own.is_neg():
@@ -55,12 +47,9 @@ def contiguous(tensor: Tensor, name: str) -> Iterator[Tensor]:
 
 
 def take_from_rank_zero(named: Iterable[tuple[str, Tensor]], group: Any = None) -> None:
-    """Overwrite tensors by those of rank 0 of a process group, by default the default one. All its ranks call it.
-
-    If that rank is lost meanwhile, each keeps its own.
-    """
+    """Overwrite tensors by those of rank 0 of a process group, by default the default one. All its ranks call it."""
     for name, tensor in named:
-        with contiguous(tensor, name) as memory, suppress(RankLost):
+        with contiguous(tensor, name) as memory, suppress(RankLost):  # if rank 0 is lost meanwhile, each has its own
             dist.broadcast(memory, src=0, group=group)
 
 
@@ -132,28 +121,15 @@ def _bytes(values: Tensor, like: Tensor) -> Tensor:
 
 # Rule 1: one small collective compares digests. Ranks exchange names only where the digests differ.
 # Rule 2: an error is raised on all ranks, with the same message.
-# Rule 3: a difference in order alone (that of a set, for example) is no error: all ranks take the first rank's order.
 
 Largest = Callable[[Sequence[int]], list[int]]
 """A function that returns the largest of each number over all ranks that call it."""
 _MOST_RANKS = 1 << 31
 
 
-def make_alike(module: Module, rank: int, largest: Largest, may_reorder: bool = True) -> None:
-    """Bring the tensors of a module into the same order on all ranks. All ranks call it.
-
-    ``may_reorder`` is false if code depends on the order already.
-
-    Raises:
-        ConfigurationError: the ranks' modules have different tensors, or orders that may not be changed.
-    """
-    remedy = "all ranks train one model: build it alike on each of them"
-    order = agree(_tensors_of(module), rank, largest, remedy)
-    if order is not None and may_reorder and not ignored_by_ddp(module):
-        put_in_order(module, [name.partition(" ")[2] for name in order])
-        order = agree(_tensors_of(module), rank, largest, remedy)
-    if order is not None:
-        raise ConfigurationError(f"the ranks have the tensors of the model in different orders; {remedy}")
+def check_model(module: Module, rank: int, largest: Largest) -> None:
+    """Raise `ConfigurationError` unless modules have the same tensors in the same order on all ranks, which call it."""
+    agree(_tensors_of(module), rank, largest, "all ranks train one model: build it alike on each of them")
 
 
 def check_all_shared(module: Module) -> None:
@@ -165,26 +141,25 @@ def check_all_shared(module: Module) -> None:
         )
 
 
-def agree(found: Mapping[str, str], rank: int, largest: Largest, remedy: str) -> list[str] | None:
+def agree(found: Mapping[str, str], rank: int, largest: Largest, remedy: str) -> None:
     """Compare named descriptions with those of the other ranks. All ranks call it.
 
-    Return None if all have the same order, otherwise the first rank's. ``remedy`` ends an error message.
+    ``remedy`` ends an error message.
 
     Raises:
-        ConfigurationError: another rank has other items or descriptions.
+        ConfigurationError: another rank has other items or descriptions, or another order of them.
     """
     text = json.dumps(list(found.items()))
     digest = int.from_bytes(hashlib.sha256(text.encode()).digest()[:7], "big")
     most, least, last = largest([digest, -digest, -rank])
     if most == -least:
-        return None
+        return
     first = -last
     theirs = dict(json.loads(_text_of(first == rank, text, largest)))
     problem = _difference(found, theirs, rank, first)
     [lowest] = largest([_MOST_RANKS - rank if problem else 0])
     if lowest:
         raise ConfigurationError(f"{_text_of(lowest == _MOST_RANKS - rank, problem, largest)}; {remedy}")
-    return list(theirs)
 
 
 def are_alike(numbers: Sequence[int], largest: Largest) -> list[bool]:
@@ -238,6 +213,11 @@ def _difference(mine: Mapping[str, str], theirs: Mapping[str, str], rank: int, f
             f"the {name} is {mine[name]} on rank {rank}, and {theirs[name]} on rank {first}"
             for name in mine
             if theirs.get(name, mine[name]) != mine[name]
+        ),
+        *(
+            f"rank {rank} has {own} where rank {first} has {other}, in different orders"  # those of sets, say
+            for own, other in zip(mine, theirs, strict=False)
+            if own != other and mine.keys() == theirs.keys()
         ),
     ]
     if len(differences) > 1:

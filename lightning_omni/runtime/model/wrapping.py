@@ -21,8 +21,8 @@ from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.runtime._private import ignored_by_ddp
 from lightning_omni.runtime.model.buffer_sync import check_dense
 from lightning_omni.runtime.model.meshes import FSDP
-from lightning_omni.runtime.model.sharded import average_over_replicas, is_sharded, shard, share_initial
-from lightning_omni.runtime.model.tensor_sync import check_all_shared, gathered, make_alike, take_from_rank_zero
+from lightning_omni.runtime.model.sharded import average_over_replicas, shard, share_initial
+from lightning_omni.runtime.model.tensor_sync import check_all_shared, check_model, gathered, take_from_rank_zero
 from lightning_omni.runtime.parallel_state import ParallelState
 
 
@@ -64,21 +64,16 @@ class ModelWrapper:
         ignored = ignored_by_ddp(module)
         if len(self._parallel.topology.alive) > 1:
             check_all_shared(module)
-        self._make_alike(module)
+        self._check_alike(module)
         named = [each for each in (*module.named_parameters(), *module.named_buffers()) if each[0] not in ignored]
         check_dense(named)
         if self._parallel.control is None:  # otherwise the live ranks made it when groups were formed
             self._parallel.process_groups.make(self._parallel.topology)
         take_from_rank_zero(named)
 
-    def _make_alike(self, module: Module) -> None:
+    def _check_alike(self, module: Module) -> None:
         groups = self._parallel.process_groups
-        make_alike(
-            module,
-            self._parallel.rank,
-            lambda numbers: groups.largest(numbers, dist.group.WORLD),
-            may_reorder=not is_sharded(module),
-        )
+        check_model(module, self._parallel.rank, lambda numbers: groups.largest(numbers, dist.group.WORLD))
 
     # --- Held together -----------------------------------------------------------------------------------------------
 
@@ -90,7 +85,7 @@ class ModelWrapper:
         Raises:
             ConfigurationError: the module has other tensors on another rank.
         """
-        self._make_alike(module)
+        self._check_alike(module)
         if isinstance(self._parallel.options.model_parallel, FSDP):
             shard(module, self._parallel.mesh)
         self.sharded = module
@@ -105,7 +100,6 @@ class ModelWrapper:
         gradient.div_(self._parallel.replicas)
 
     def share_initial(self) -> None:
-        """Copy the initial weights of rank 0's replica to all others. All ranks call it, before training."""
         parallel = self._parallel
         # Other launchers' groups are not in this torch.distributed world: they read the server's weights.
         is_alone = len(parallel.holders.alive) == 1 and parallel.registration is None
@@ -145,7 +139,7 @@ def ranks_elsewhere(what: Module | Optimizer, members: Collection[int]) -> set[i
 
 
 class ReductionCheck:
-    """A check of gradients at an optimizer's first step: of the loop, of new groups, and of unfrozen parameters.
+    """A check of gradients at an optimizer's first step: of the loop, of new groups, and of other trained parameters.
 
     ``check_reduced`` raises an error if DDP has not averaged these parameters' gradients.
     """
@@ -154,7 +148,7 @@ class ReductionCheck:
         self, members: Collection[int], group: Any, check_reduced: Callable[[Collection[Parameter]], None]
     ) -> None:
         self._members, self._group, self._check_reduced = members, group, check_reduced
-        self._seen: dict[int, list[bool]] = {}
+        self._seen: dict[int, set[Parameter]] = {}
         self._handles: list[RemovableHandle] = []
 
     @contextmanager
@@ -190,37 +184,29 @@ class ReductionCheck:
     def checked(
         self, index: int, parameters: Iterable[Parameter], closure: Callable[[], Any] | None
     ) -> Callable[[], Any] | None:
-        """Compare gradients in the first step of each parameter; return the step's closure.
+        """Compare gradients in the first step of these parameters; return the step's closure.
 
         Raises:
             ConfigurationError: the members of the group have not averaged the gradients.
         """
-        if len(self._members) == 1:
+        trained = [each for each in parameters if each.requires_grad]
+        if len(self._members) == 1 or not trained or self._seen.get(index) == set(trained):
             return closure
-        parameters = list(parameters)
-        flags, known = [each.requires_grad for each in parameters], self._seen.get(index, [])
-        if flags == known:
-            return closure
-        self._seen[index] = flags
-        before = [*known[: len(flags)], *[False] * (len(flags) - len(known))]
-        fresh = [each for each, now, then in zip(parameters, flags, before, strict=True) if now and not then]
-        if not fresh:
-            return closure
+        self._seen[index] = set(trained)
         if closure is None:
-            self._compare(fresh)
+            self._compare(trained)
             return None
 
         def checked() -> Any:
             loss = closure()
-            if fresh:
-                self._compare(fresh)
-                fresh.clear()
+            if trained:  # it is the first evaluation
+                self._compare(trained)
+                trained.clear()
             return loss
 
         return checked
 
     def _compare(self, parameters: Sequence[Parameter]) -> None:
-        """Raise `ConfigurationError` if the members have different gradients. All members call it."""
         self._check_reduced(parameters)
         gradients = [each.grad.detach() for each in parameters if each.grad is not None]
         sums = [torch.stack([each.real.sum().float(), each.abs().sum().float()]) for each in gradients]

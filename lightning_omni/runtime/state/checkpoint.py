@@ -268,14 +268,13 @@ class RunCheckpoint:
     Attributes:
         cut: the updates and trained samples that it contains.
         samples: samples in the dataset, without padding; 0 if the data were not leased.
-        ranks: ranks whose batches Lightning's loops count, if one group alone has trained; otherwise 0.
         progress: progress in samples and steps; None if the data were not leased.
         method: how groups exchanged, as plain data; None, and the next three empty, with one group or weights alone.
         parameters: names of the parameters of each optimizer.
         server: state of the method's server side, for each optimizer.
         states: each group's own state: memory and senders for each optimizer and, where optimizers step at the workers,
             weights and optimizer state. Empty if they were training.
-        schedules: for each scheduler, its count, and its count if it had kept pace; nothing for one that counts no
+        schedules: for each scheduler, its steps in the epoch, made and due at the cut; nothing for one that counts no
             steps.
         folder: the folder with the tensors of ``server`` and ``states``; None if these contain them.
     """
@@ -289,7 +288,6 @@ class RunCheckpoint:
     states: Mapping[int, Sequence[Mapping[str, Any]]] = field(default_factory=dict)
     schedules: Sequence[Sequence[int]] = ()
     samples: int = 0
-    ranks: int = 0
     folder: CheckpointFolder | None = None
 
     def to_plain(self) -> dict[str, Any]:
@@ -298,7 +296,6 @@ class RunCheckpoint:
         run: dict[str, Any] = {
             "groups": self.groups,
             "samples": self.samples,
-            "ranks": self.ranks,
             "progress": progress and {**msgspec.to_builtins(progress), "steps": progress.steps},
             "schedules": [list(counts) for counts in self.schedules],
             "cut": {**msgspec.structs.asdict(self.cut), "trained": [list(span) for span in self.cut.trained]},
@@ -334,7 +331,6 @@ class RunCheckpoint:
             states=plain["group"],
             schedules=run["schedules"],
             samples=run["samples"],
-            ranks=run["ranks"],
         )
 
 

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import zlib
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
-from functools import partial
 from itertools import zip_longest
 from typing import Any
 
@@ -15,16 +13,14 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.optim import Optimizer
-from torch.utils._pytree import tree_leaves
 
 from lightning_omni.errors import MalformedMessage, UnsupportedError
 from lightning_omni.methods.model.modules import describe_module
 from lightning_omni.methods.model.replica import optimizer_state_of
 from lightning_omni.methods.model.server_optimizer import held_by, hyperparameters_of, set_hyperparameter
 from lightning_omni.runtime.model.parameter_groups import ParameterGroups
-from lightning_omni.runtime.model.replica import SAMPLED, Part, fingerprints
+from lightning_omni.runtime.model.replica import Part
 from lightning_omni.runtime.model.sharded import here, in_order, load_state, parts_of, whole
-from lightning_omni.runtime.model.tensor_sync import are_alike
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.server_exchange import ServerExchange, ServerSnapshot
 from lightning_omni.runtime.state.checkpoint import RunCheckpoint
@@ -129,19 +125,15 @@ class StateTransfer:
         return msgspec.msgpack.decode(spans, type=tuple[tuple[int, int], ...])
 
     def agree(self) -> None:
-        """Load the optimizer state of a group's first replica into members with another one, as a loop begins.
+        """Load the optimizer state of a group's first replica into its others, as a loop begins.
 
         All ranks call it; it does nothing before several groups have trained.
         """
         if not self._parallel.process_groups.had_several:
             return
         self._parallel.make_groups()
-        if self._parallel.replicas == 1:
-            return
-        parts = self._parallel.parts if self._parallel.steps_at_worker or self._parallel.is_synchronous else []
-        marks = [_mark(optimizer_state_of(part.optimizer)) for part in parts]
-        alike = are_alike(marks, partial(self._parallel.process_groups.largest, group=self._parallel.replica_group))
-        self._share([part for part, is_alike in zip(parts, alike, strict=True) if not is_alike])
+        is_here = self._parallel.steps_at_worker or self._parallel.is_synchronous
+        self._share(self._parallel.parts if is_here else [])
 
     # --- To the server and back ---------------------------------------------------------------------------------------
 
@@ -165,12 +157,12 @@ class StateTransfer:
         self._parallel.barrier()
 
     def leave_to_server(self) -> None:
-        """Clear the states of optimizers that step at the server, and follow what other code does with them."""
+        """Clear the states of optimizers that step at the server, and follow other code's writes to them."""
         for part in self._parallel.parts:
             if not self._parallel.steps_at_worker:
                 for parameter in part.optimizer.state.keys() & set(part.replica.ordered):
                     del part.optimizer.state[parameter]
-                ServedState.install(part.optimizer, partial(self._warn_of_read, type(part.optimizer).__name__))
+                ServedState.install(part.optimizer)
 
     def _warn_of_lost_state(self) -> None:
         lost = [part.optimizer for part in self._parallel.parts if is_state_lost(part.optimizer)]
@@ -179,15 +171,6 @@ class StateTransfer:
                 "%s begins without the state that it had in a loop that has failed: the parameter server of that loop"
                 " had it; load that of a checkpoint before world.training()",
                 type(lost[0]).__name__,
-            )
-
-    def _warn_of_read(self, kind: str) -> None:
-        if self._parallel.is_recorder and self._parallel.control is not None:
-            _log.warning(
-                "optimizer.state of %s is read while the parameter server has it, and is empty on the ranks: what reads"
-                " it sees the state of a first step, and changes of its tensors are not possible; rank 0's"
-                " optimizer.state_dict() (with Lightning: a checkpoint) has the state",
-                kind,
             )
 
     def keep(self) -> None:
@@ -339,7 +322,6 @@ class StateTransfer:
         return state
 
     def _share(self, parts: Sequence[Part]) -> None:
-        """Load the optimizer state of a group's first replica into the others."""
         if self._parallel.replicas == 1:
             return
         for part in parts:
@@ -453,11 +435,6 @@ class Residuals:
                 dist.all_reduce(torch.view_as_real(each) if each.is_complex() else each, group=parallel.replica_group)
             total.append(each if there else None)
         return total
-
-
-def _mark(state: Mapping[Any, Any]) -> int:
-    tensors = [each for each in tree_leaves(state) if isinstance(each, Tensor)]
-    return zlib.crc32(str(fingerprints(tensors, SAMPLED)).encode())
 
 
 def _describe_head(part: Part) -> dict[str, Any] | None:

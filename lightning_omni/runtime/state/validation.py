@@ -9,6 +9,8 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+
 from lightning_omni.methods import Pulled
 from lightning_omni.runtime.model.external_writes import ExternalWrites
 from lightning_omni.runtime.model.replica import fingerprints
@@ -16,7 +18,6 @@ from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.server_exchange import ServerExchange, ServerSnapshot
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack, unpack
-from lightning_omni.wire.formats.base import RAW, Memory, zeros_on
 from lightning_omni.wire.messages import SnapshotId
 
 _SAMPLED = 1 << 12
@@ -57,10 +58,7 @@ class ValidationSnapshots:
 
     @contextmanager
     def own_weights(self) -> Iterator[None]:
-        """Keep the group's weights if hooks in this context restore those that they have saved when a validation began.
-
-        Other writes in this context count as usual.
-        """
+        """Keep the group's weights if hooks in this context restore those that they saved as a validation began."""
         if not self._evaluated:
             yield
             return
@@ -80,15 +78,13 @@ class ValidationSnapshots:
 
     def _load(self, index: int, snapshot: ServerSnapshot | None) -> None:
         replica = self._parallel.parts[index].replica
-        memory = zeros_on(self._parallel.device)(replica.layout.nbytes)
-        tensors, clock = replica.layout.views(memory), replica.clock
-        if snapshot is not None:
-            weights = snapshot.parts[index]["weights"]
-            taken = [weights[name] for name in replica.parameters]
-            memory.copy_(RAW.encode(taken, replica.layout, {}, Memory()).payload)
-        self._exchange.members.broadcast(memory)
+        tensors = [torch.empty_like(weight, memory_format=torch.contiguous_format) for weight in replica.weights()]
+        for name, tensor in zip(replica.parameters, tensors, strict=True):
+            if snapshot is not None:
+                tensor.copy_(snapshot.parts[index]["weights"][name])
+            self._exchange.members.broadcast(tensor.view(-1).view(torch.uint8))  # gloo takes no complex numbers
         replica.stash()
-        replica.load(Pulled(tensors, clock))
+        replica.load(Pulled(tensors, replica.clock))
 
     def publish(self, number: int, result: dict[str, Any]) -> None:
         """Publish the result of a validation to all ranks. Every member calls it; the leader sends its own."""
@@ -105,6 +101,5 @@ class ValidationSnapshots:
         return tree
 
     def release(self, number: int) -> None:
-        """Report, on the recorder, that no checkpoint of validations up to this one is saved any more."""
         if self._parallel.is_recorder:
             self._parallel.joined.request(m.ReleaseVersion(number=number), m.VersionReleased)

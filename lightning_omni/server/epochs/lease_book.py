@@ -112,7 +112,7 @@ class LeaseBook(msgspec.Struct):
         """Return a group's batches from a number on: drawn before, or a few new ones; none if none is free for it.
 
         A group without a batch in this validation interval that finds none left gets the epoch's first one again, to
-        reach the interval's end with the others. One that was told of none gets none until `deal`, on all its members.
+        reach the interval's end with the others.
         """
         drawn = self._known(group)
         if not 0 <= number <= len(drawn):
@@ -124,7 +124,7 @@ class LeaseBook(msgspec.Struct):
         return drawn[number:]
 
     def deal(self, group: int, number: int) -> None:
-        """Add the group's batch of that number, and a few more, if it has not drawn it and some are free."""
+        """Add the group's batch of that number, and a few more, unless it has drawn it."""
         drawn = self._drawn[group]
         if number == len(drawn):
             size = self._sizes[group] // self.plan.ranks_per_batch * self.plan.batch_size
@@ -228,10 +228,8 @@ class LeaseBook(msgspec.Struct):
         return Batch(start, stop, self._interval_of(start))
 
     def _missing(self, rest: int, size: int) -> int:
-        """Return how many samples to take off a batch of ``size``, so that the rest is enough for a group.
-
-        BatchNorm cannot train with a single sample. The batches of one group stay those of DistributedSampler.
-        """
+        """Return how many samples to take off a batch of ``size``, so that the rest is enough for a group."""
+        # BatchNorm cannot train with a single sample. The batches of one group stay those of DistributedSampler.
         if rest <= 0 or len(self._sizes) == 1:
             return 0
         least = 2 * max(self._sizes.values()) // self.plan.ranks_per_batch

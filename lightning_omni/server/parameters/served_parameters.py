@@ -26,8 +26,6 @@ from lightning_omni.wire.messages import PushMessage
 
 ROOM = 1 << 30
 """The most bytes of parameters added during a run, beyond the announced ones."""
-MOST_SERVERS = 1 << 12
-"""The most servers that one may represent."""
 _STATES = 4
 """The most bytes of an upload of added parameters and their optimizer state, as a multiple of the weights' bytes."""
 
@@ -56,7 +54,6 @@ class ServedParameters:
         state: state of the method's server side to continue from.
         room: the most bytes of parameters added during the run.
         sizes: number of parameters of each version of the layout.
-        servers: number of servers whose partitions this represents together, as in a simulation.
     """
 
     is_head = False
@@ -72,15 +69,12 @@ class ServedParameters:
         state: Mapping[str, Any] | None = None,
         room: int = ROOM,
         sizes: Sequence[int] = (),
-        servers: int = 1,
     ) -> None:
         if clock < 0:
             raise MalformedMessage(f"the clock cannot be {clock}")
-        if not 1 <= servers <= MOST_SERVERS:
-            raise MalformedMessage(f"a server stands for 1 to {MOST_SERVERS}, not {servers}")
         if (description is None) != (method.steps_at == "worker"):
             raise MalformedMessage(f"with {type(method).__name__} the optimizer steps at the {method.steps_at}")
-        versions = _versions(specs_of(weights), sizes, servers)
+        versions = _versions(specs_of(weights), sizes)
         self.layout = versions[-1]
         self.buffer = self.layout.empty()
         parameters = {}
@@ -88,7 +82,7 @@ class ServedParameters:
             view.copy_(value)
             parameters[name] = Parameter(view, requires_grad=view.is_floating_point() or view.is_complex())
         optimizer = rebuild(description, parameters, resolve) if description is not None else None
-        self.master = Master(parameters, optimizer, clock, len(versions[0].specs), servers)
+        self.master = Master(parameters, optimizer, clock, len(versions[0].specs))
         param_groups = optimizer.param_groups if optimizer is not None else []
         places = {id(parameter): place for place, parameter in enumerate(parameters.values())}
         arranged = tuple(tuple(places[id(parameter)] for parameter in group["params"]) for group in param_groups)
@@ -119,7 +113,6 @@ class ServedParameters:
             "method": self.method_side.state(),
             "room": self._room,
             "sizes": list(self._layouts),
-            "servers": self.layout.servers,
             "structures": msgspec.msgpack.encode(self.structures),
             **self.counts.state(),
         }
@@ -129,8 +122,7 @@ class ServedParameters:
         cls, state: Mapping[str, Any], method: Method, groups: GroupHistory, resolve: Resolve
     ) -> ServedParameters:
         where = state["weights"], int(state["clock"]), method, groups.formed, resolve
-        more = {"sizes": state["sizes"], "servers": int(state.get("servers", 1))}
-        served = cls(state["optimizer"], *where, room=int(state["room"]), **more)
+        served = cls(state["optimizer"], *where, room=int(state["room"]), sizes=state["sizes"])
         # The history is repeated, because a method may compute values from the number of groups when they are formed.
         for number in (*groups.joined, len(groups.formed) + len(groups.joined)):
             for gone in (group for group, numbers in groups.gone.items() if numbers == number):
@@ -420,9 +412,9 @@ def _there(absent: Collection[int], count: int) -> list[bool]:
     return [place not in gone for place in range(count)]
 
 
-def _versions(specs: tuple[TensorSpec, ...], sizes: Sequence[int], servers: int) -> list[Layout]:
+def _versions(specs: tuple[TensorSpec, ...], sizes: Sequence[int]) -> list[Layout]:
     first, *others = sizes or (len(specs),)
-    versions = [Layout(specs[:first], servers=servers)]
+    versions = [Layout(specs[:first])]
     for size in others:
         versions.append(versions[-1].grown(specs[len(versions[-1].specs) : size]))
     return versions

@@ -19,33 +19,15 @@ if TYPE_CHECKING:
 # --- Steps of learning-rate schedulers --------------------------------------------------------------------------------
 
 
-def step_schedules_by_epoch(trainer: Trainer) -> None:
-    trainer.fit_loop.epoch_loop.update_lr_schedulers("epoch", update_plateau_schedulers=False)
-
-
 def step_schedule(trainer: Trainer, scheduler: Any) -> None:
+    progress = trainer.fit_loop.epoch_loop.scheduler_progress
+    progress.increment_ready()
     call_module(trainer)._call_lightning_module_hook(trainer, "lr_scheduler_step", scheduler, None)
+    progress.increment_completed()
 
 
 @contextmanager
-def intercept_scheduler_steps(trainer: Trainer, step: Callable[[Any, Callable[[], Any]], None]) -> Iterator[None]:
-    """Return a context in which ``step`` makes the loop's calls of the module's ``lr_scheduler_step``.
-
-    ``step`` receives the scheduler and the call.
-    """
-    hook, own = "lr_scheduler_step", trainer.lightning_module.lr_scheduler_step
-    attributes = vars(trainer.lightning_module)
-    before = {hook: attributes[hook]} if hook in attributes else {}
-    attributes[hook] = lambda scheduler, metric: step(scheduler, partial(own, scheduler, metric))
-    try:
-        yield
-    finally:
-        del attributes[hook]
-        attributes.update(before)
-
-
-@contextmanager
-def with_schedulers(trainer: Trainer, configs: list[Any]) -> Iterator[None]:
+def _with_schedulers(trainer: Trainer, configs: list[Any]) -> Iterator[None]:
     strategy = trainer.strategy
     before, strategy.lr_scheduler_configs = strategy.lr_scheduler_configs, configs
     try:
@@ -56,7 +38,7 @@ def with_schedulers(trainer: Trainer, configs: list[Any]) -> Iterator[None]:
 
 def step_plateaus(trainer: Trainer, configs: list[Any]) -> None:
     """Step schedulers that monitor a metric, whatever this rank's batch number."""
-    with with_schedulers(trainer, [replace(config, frequency=1) for config in configs]):
+    with _with_schedulers(trainer, [replace(config, frequency=1) for config in configs]):
         trainer.fit_loop.epoch_loop._update_learning_rates("step", update_plateau_schedulers=True)
 
 
@@ -126,10 +108,7 @@ def set_batch_agreement(trainer: Trainer, agree: Callable[[], None] | None) -> N
 
 
 def seed_workers(trainer: Trainer, loader: object, rank: int) -> None:
-    """Seed a loader's workers by this rank, where `seed_everything` requests that.
-
-    Lightning would do so later, by the rank in the Trainer's group.
-    """
+    """Seed a loader's workers by this rank, as Lightning would do later by the rank in the Trainer's group."""
     if hasattr(loader, "worker_init_fn"):
         package = call_module(trainer).__name__.removesuffix(".call")
         sys.modules[f"{package}.connectors.data_connector"]._auto_add_worker_init_fn(loader, rank)
@@ -220,12 +199,13 @@ class _ControlledEpochLoop(_TrainingEpochLoop):
         epochs = self._control.parts.epochs
         if interval == "epoch" and epochs.is_cut_short:
             return
-        if not epochs.paces_schedules:
-            super().update_lr_schedulers(interval, update_plateau_schedulers)
+        if epochs.schedulers.is_paced and not update_plateau_schedulers:
+            if interval == "epoch" or not self._should_accumulate():
+                epochs.schedulers.step(interval)
             return
         configs = self.trainer.lr_scheduler_configs
         due = epochs.stepped_by_batches(configs) if interval == "step" else configs
-        with with_schedulers(self.trainer, due), intercept_scheduler_steps(self.trainer, epochs.schedulers.step):
+        with _with_schedulers(self.trainer, due):
             super().update_lr_schedulers(interval, update_plateau_schedulers)
 
     @override
@@ -344,10 +324,6 @@ def accumulation_windows(trainer: Trainer, epochs: int) -> list[int]:
         if hasattr(callback, "get_accumulate_grad_batches"):
             return [int(callback.get_accumulate_grad_batches(epoch)) for epoch in range(epochs)]
     return []
-
-
-def manual_steps(trainer: Trainer) -> int:
-    return int(trainer.fit_loop.epoch_loop.manual_optimization.optim_step_progress.total.completed)
 
 
 def set_progress_counters(trainer: Trainer, counters: list[int]) -> None:

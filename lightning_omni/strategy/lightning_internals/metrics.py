@@ -14,13 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.utils._pytree import tree_map_only
 from torch.utils.data import DataLoader, DistributedSampler
 from torchmetrics import Metric
-from torchmetrics.utilities.data import dim_zero_cat
 from torchmetrics.utilities.distributed import gather_all_tensors
 
 from lightning_omni.errors import UnsupportedError
-from lightning_omni.runtime.model.tensor_sync import gathered
 from lightning_omni.strategy.lightning_internals.callbacks import call_module, reloads
 
 if TYPE_CHECKING:
@@ -65,55 +64,27 @@ class _UnevenListGather:
         return self if metric is None else partial(self._join, metric)
 
     def _join(self, metric: Any, dist_sync_fn: Any = None, process_group: Any = None) -> None:
-        if self.is_needed() and (process_group or metric.process_group) is None:
+        group = process_group or metric.process_group
+        if self.is_needed() and group is None:
             dist.barrier()  # torchmetrics reads the number of ranks before it waits, and some may have died
-        sync = partial(self.sync, metric, dist_sync_fn, process_group)
         lists = {name: own for name in metric._reductions if isinstance(own := getattr(metric, name), list)}
-        if not lists or dist_sync_fn is not gather_all_tensors or not self.is_needed():
-            sync()
-            return
-        group = process_group or metric.process_group or dist.group.WORLD
-        of_each = dict(zip(lists, zip(*_sizes(lists.values(), group, metric.device), strict=True), strict=True))
-        for name, sizes in of_each.items():
-            most, dims, kind = max(sizes)
-            missing = most - len(lists[name])
-            if missing and min(sizes)[0] >= 0 and not (lists[name] and metric._reductions[name] is dim_zero_cat):
-                device = lists[name][0].device if lists[name] else metric.device
-                empty = torch.empty([0] * dims, dtype=_DTYPES[kind], device=device)
-                setattr(metric, name, [*lists[name], *[empty] * missing])
-        sync()
-        for name, sizes in of_each.items():
-            if metric._reductions[name] is None and min(sizes)[0] >= 0:
-                lengths = [length for length, *_ in sizes]  # gathered entries are in the order of indices, then ranks
-                joined = enumerate(getattr(metric, name))
-                ours = [each for index, each in joined if index // len(lengths) < lengths[index % len(lengths)]]
-                setattr(metric, name, ours)
-
-
-_DTYPES = (
-    *(torch.float32, torch.float64, torch.float16, torch.bfloat16, torch.int64, torch.int32, torch.int16),
-    *(torch.int8, torch.uint8, torch.bool, torch.complex64, torch.complex128),
-)
-
-
-def _sizes(lists: Iterable[list[Any]], group: Any, device: torch.device) -> list[list[tuple[int, int, int]]]:
-    """Return by rank and list its length (-1 if an entry is no tensor of `_DTYPES`), and the dimensions and type."""
-    mine = torch.tensor([_size(each) for each in lists], device=device)
-    return [[(length, dims, kind) for length, dims, kind in each.tolist()] for each in gathered(mine, group)]
-
-
-def _size(entries: list[Any]) -> tuple[int, int, int]:
-    if not all(isinstance(each, Tensor) and each.dtype in _DTYPES for each in entries):
-        return -1, 0, 0
-    return (len(entries), entries[0].dim(), _DTYPES.index(entries[0].dtype)) if entries else (0, 0, 0)
+        of_all: list[Any] = []
+        if lists and dist_sync_fn is gather_all_tensors and self.is_needed():
+            of_all = [None] * dist.get_world_size(group)
+            mine = tree_map_only(Tensor, lambda each: each.detach().cpu(), lists)
+            dist.all_gather_object(of_all, mine, group=group)
+            vars(metric).update({name: [] for name in lists})
+        self.sync(metric, dist_sync_fn, process_group)
+        for name in lists if of_all else ():
+            entries = [entry for theirs in of_all for entry in theirs[name]]
+            joined = tree_map_only(Tensor, lambda each: each.to(metric.device), entries)
+            if joined:  # otherwise torchmetrics has set what it has for none
+                reduce = metric._reductions[name]
+                setattr(metric, name, joined if reduce is None else reduce(joined))
 
 
 def patch_list_gather(is_needed: Callable[[], bool]) -> None:
-    """Patch metrics to gather lists (of one tensor per batch or image) of different lengths.
-
-    torchmetrics gathers the tensors one by one. ``is_needed`` returns whether ranks may have trained different numbers
-    of batches.
-    """
+    """Patch metrics to gather lists as objects if ``is_needed``: torchmetrics needs as many tensors on all ranks."""
     restore_list_gather()
     Metric._sync_dist = _UnevenListGather(Metric._sync_dist, is_needed)  # type: ignore[method-assign,assignment]
 

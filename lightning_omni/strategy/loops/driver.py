@@ -29,7 +29,6 @@ from lightning_omni.strategy.lightning_internals.loops import (
     set_step_counters,
     should_stop_now,
     step_counters,
-    step_schedules_by_epoch,
     validates_by_time,
     validates_this_epoch,
     will_step,
@@ -43,16 +42,15 @@ from lightning_omni.strategy.lightning_internals.metrics import (
 from lightning_omni.strategy.loops.epoch import (
     DataSizes,
     EntryPoint,
-    EpochEnd,
     EpochState,
     LeasedData,
-    difference,
     has_lightning_sampler,
+    rates_of,
+    warning_of_rates,
 )
 from lightning_omni.strategy.loops.limits import size_of
-from lightning_omni.strategy.loops.paced_schedulers import Schedule
 from lightning_omni.strategy.loops.progress import RunProgress
-from lightning_omni.strategy.loops.run_schedulers import Plateaus, RunSchedulers
+from lightning_omni.strategy.loops.run_schedulers import Leads, Plateaus, RunSchedulers
 from lightning_omni.strategy.loops.validation import PublishedValidation
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.messages import Batch, EpochPlan
@@ -77,7 +75,11 @@ class EpochDriver:
         check_every: samples between two synchronization points in an epoch in which groups wait for no validation; 0
             for none.
         on_check: called on every rank at these points.
+        trainer: from `connect` on, as is ``world``.
     """
+
+    trainer: Trainer
+    world: World
 
     def __init__(
         self,
@@ -100,8 +102,6 @@ class EpochDriver:
         self.is_open = False
         self.is_open_ended = self.is_cut_short = False
         self.batches_cut_short = 0
-        self._trainer: Trainer | None = None
-        self._world: World | None = None
         self.schedulers = RunSchedulers(self.run, self._steps)
         self._plateaus = Plateaus()
         self.published.on_heard = self._step_plateaus
@@ -116,7 +116,7 @@ class EpochDriver:
     # --- The run -----------------------------------------------------------------------------------------------------
 
     def connect(self, trainer: Trainer, world: World) -> None:
-        self._trainer, self._world = trainer, world
+        self.trainer, self.world = trainer, world
         self.data.connect(world)
         self.published.connect(trainer, world)
         self.run.connect(trainer, world)
@@ -133,12 +133,12 @@ class EpochDriver:
         self.run.start(self.world.tensor_parallel, self._entered.samples if self._entered is not None else None)
         if self.leases is not None:
             self.run.limit_steps(self.is_open_ended)
-        self.schedulers.start(count_from_here=self.leases is not None)
+        self.schedulers.start()
         self._pace()
 
-    def enter(self, entered: EntryPoint, schedule: Schedule) -> None:
+    def enter(self, entered: EntryPoint, leads: Leads) -> None:
         """Record the entry into a running run, before this group's loops begin."""
-        self._entered, self.schedulers.bases = entered, schedule
+        self._entered, self.schedulers.leads = entered, leads
         self.run.enter(entered.progress)
 
     def finish(self) -> None:
@@ -151,24 +151,13 @@ class EpochDriver:
         self.data.forget()
         self.published.forget()
         self.run.forget()
-        self.schedulers.forget()
         self._epoch, self._entered = EpochState(), None
-        self._trainer, self._world = None, None
-
-    @property
-    def trainer(self) -> Trainer:
-        assert self._trainer is not None
-        return self._trainer
 
     @property
     def _is_for_user(self) -> bool:
-        trainer = self._trainer
-        return trainer is None or (is_inside_hook(trainer) and not loops_iterate(trainer))
-
-    @property
-    def world(self) -> World:
-        assert self._world is not None
-        return self._world
+        if not self.data.is_in_fit:
+            return True
+        return is_inside_hook(self.trainer) and not loops_iterate(self.trainer)
 
     @property
     def leases(self) -> RankLeases | None:
@@ -209,10 +198,8 @@ class EpochDriver:
             self.world.core.last_answer, progress=self.run.now().samples, stop=""
         )
         self.schedulers.begin_epoch()
-        self._follow_schedulers()
         if entered is not None:
-            self.schedulers.catch_up()
-        self.schedulers.note_synchronized()
+            self.schedulers.step()
         if self.data.is_dynamic:
             if entered is not None:
                 leases.restart(plan.epoch)  # draws from the book at the server
@@ -221,7 +208,7 @@ class EpochDriver:
         elif self.is_open_ended:
             leases.begin_local(plan, resumed=True)
         # The remaining samples may form more batches than under DDP; a reload may have brought the first leases.
-        if self.is_open_ended and not self.schedulers.are_paced:
+        if self.is_open_ended and not self.schedulers.is_paced:
             self._pace()
         self.run.limit_steps(self.is_open_ended)
 
@@ -262,10 +249,7 @@ class EpochDriver:
 
     @property
     def _is_resumed_by_one_group(self) -> bool:
-        """Return whether a single group resumes an epoch that several groups had begun.
-
-        The epoch then ends with its samples: the checkpoint's batch count is that of one of these groups.
-        """
+        """Return whether a single group resumes an epoch of several groups, which ends with its samples."""
         return self.data.kind == "dynamic" and not self.data.is_dynamic and self.run.is_resumed_inside
 
     def resume_order(self) -> None:
@@ -281,8 +265,6 @@ class EpochDriver:
 
     def begin_batch(self) -> None:
         self.begin(self.trainer.current_epoch)  # a resumed epoch starts without its first hook
-        if self.run.by_hand is not None:
-            self.run.by_hand.begin_batch()
         if self.leases is not None:
             self.leases.begin_batch()
             if self.is_open_ended:
@@ -291,13 +273,9 @@ class EpochDriver:
 
     def end_batch(self) -> None:
         """End a batch; decide with the other groups to continue, validate or stop."""
-        if (by_hand := self.run.by_hand) is not None:
-            by_hand.end_batch()
         if self.leases is not None:
-            self.leases.end_batch(will_step(self.trainer) if by_hand is None else by_hand.unstepped == 0)
-        self.schedulers.keep_up()
+            self.leases.end_batch(will_step(self.trainer))
         epoch = self._epoch
-        epoch.is_counted = self.trainer.is_last_batch
         if not (self.world.executor.exchanges or self.is_open_ended):
             return
         if self.is_open_ended:
@@ -323,17 +301,10 @@ class EpochDriver:
             else:
                 epoch.validates = False
                 self.run.stop_here()
-        elif self.is_open_ended and not epoch.is_over and self._is_limit_reached_by_hand:
-            self.run.stop_here()  # `end` reports it to the other groups
 
     def _check_window(self) -> None:
-        counts = self.schedulers.count_steps or self.run.max_steps != -1
+        counts = self.schedulers.count_steps or self.run.limits.max_steps != -1
         self._epoch.check_window(int(self.trainer.accumulate_grad_batches), counts)
-
-    @property
-    def _is_limit_reached_by_hand(self) -> bool:
-        self.run.keep_up()
-        return self.run.limits.is_reached_by_hand(self.run.now())
 
     def end(self, module: Module) -> None:
         trainer = self.trainer
@@ -353,25 +324,26 @@ class EpochDriver:
             # Any rank may request the stop, even now. A group that received a stop has a limit, but has requested none.
             trainer.should_stop |= bool(ends) and (bool(was_asked) or not is_limit_reached)
         self.is_open = False
-        if self._epoch.is_skipped and not self._epoch.is_counted:  # the group that skips has done so in its last batch
-            step_schedules_by_epoch(trainer)
+        if self._epoch.is_skipped:
+            self.schedulers.step("epoch")
         self.run.end(trainer.current_epoch, trained if is_cut_short else None)
-        self._follow_schedulers()
-        self.schedulers.catch_up()
+        self.schedulers.step()
         self.is_open_ended, self._epoch.validates = False, None
 
     def after_hooks_of_end(self) -> None:
         """Stop all ranks if a hook of the epoch's end has requested it on any of them.
 
-        Warn once if learning rates or last steps differ between ranks.
+        Warn once if learning rates differ between ranks.
         """
         if not self.world.executor.exchanges:
             return
-        trainer, by_hand = self.trainer, self.run.by_hand
-        mine = EpochEnd.of(trainer, by_hand.unstepped if by_hand is not None else 0)
-        ends = mine.of_all(self.world.process_groups.live)
-        trainer.should_stop |= any(end.stops for end in ends.values())
-        if not self._have_differed and (sentence := difference(ends)):
+        trainer, live = self.trainer, self.world.process_groups.live
+        mine = msgspec.json.encode((should_stop_now(trainer), rates_of(trainer)))
+        of_all = live.contribute("the end of an epoch", mine)
+        ends: dict[int, tuple[bool, list[float]]] = {rank: msgspec.json.decode(each) for rank, each in of_all}
+        trainer.should_stop |= any(stops for stops, _ in ends.values())
+        rates = {rank: each for rank, (_, each) in ends.items()}
+        if not self._have_differed and (sentence := warning_of_rates(trainer.current_epoch - 1, rates)):
             self._have_differed = True
             self._warn(f"OmniStrategy: {sentence}")
 
@@ -381,10 +353,6 @@ class EpochDriver:
         if plan is None or self.leases is None or not self.is_open_ended:
             return None
         return done if self._epoch.is_over else self.run.expected_batches(plan, done)
-
-    @property
-    def paces_schedules(self) -> bool:
-        return self.is_open_ended or self.schedulers.are_paced
 
     def stepped_by_batches(self, configs: list[Any]) -> list[Any]:
         if not (self.is_open and self.is_open_ended and self._epoch.plan is not None):
@@ -399,15 +367,11 @@ class EpochDriver:
             self._plateaus.validated(self.trainer, before, plan, batches, now.reference.batch)
 
     def own_batches(self, batches: float) -> float:
-        """Return how many batches this rank trains in the epoch, as far as known, from their number under DDP.
-
-        A hook thus finds the rank's own last batch by its number.
-        """
-        trainer = self._trainer
-        if trainer is None or not (self.is_open and self.is_open_ended) or loops_iterate(trainer):
+        """Return this rank's batches in the epoch, by whose number a hook finds its last one."""
+        if not (self.is_open and self.is_open_ended) or loops_iterate(self.trainer):
             return batches
-        trained = trainer.fit_loop.batch_idx + 1
-        return trained if trained and trainer.is_last_batch else max(batches, trained + 1)
+        trained = self.trainer.fit_loop.batch_idx + 1
+        return trained if trained and self.trainer.is_last_batch else max(batches, trained + 1)
 
     def interrupt(self, module: Module) -> None:
         """End the run inside an epoch: the groups synchronize for the last time.
@@ -436,7 +400,7 @@ class EpochDriver:
 
     def before_validation(self, module: Module) -> None:
         """Synchronize the groups for a validation; first notify them if a callback requests a stop."""
-        if self._world is None or not self.is_open:
+        if not self.is_open:
             return  # no training is under way: validation after the fit, or without one
         if self.published.evaluates or self.published.version is not None:
             return
@@ -452,7 +416,8 @@ class EpochDriver:
         self.published.end_all()
         self.world.check_left()
         self.world.enter_world(module)
-        trainer, mine = self.trainer, self.trainer.global_step
+        self.schedulers.step()
+        trainer, is_limit_reached = self.trainer, self.run.is_limit_reached
         counts = step_counters(trainer)
         # The server tells groups of dynamic data alike of a stop; others may meet here before they have heard of it.
         stops = not self.data.is_dynamic and (self._stopping or should_stop_now(trainer))
@@ -465,7 +430,7 @@ class EpochDriver:
         set_step_counters(trainer, self.published.not_before(counts))
         lower_last_average_step(trainer)
         copy_checkpoint_records(trainer, self.world.broadcast_from_recorder)
-        if self.run.step_limit == mine:
+        if is_limit_reached:
             self.run.stop_here()
         if is_last:
             self._stop_with_others(bool(has_ended), is_end)
@@ -515,7 +480,7 @@ class EpochDriver:
         progress, trainer = self.run.now(), self.trainer
         if self.run.limits.steps_left(progress.steps_before(plan.epoch + 1)) == 0:
             self.run.stop_here()
-            steps = self.run.max_steps
+            steps = self.run.limits.max_steps
             self._info(
                 f"OmniStrategy: max_steps={steps} reached: the groups have trained as many samples as {steps} steps of"
                 f" all {self.world.size} ranks; this group made {trainer.global_step} steps"
@@ -565,11 +530,11 @@ class EpochDriver:
     def validate(self, run: Callable[[], Any]) -> Any:
         if self.published.evaluates:
             return self.published.run(run, self.run.now())
-        if self._world is None or not self.is_open:
+        if not self.is_open:
             return run()
-        if self._world.executor.control is None:
+        if self.world.executor.control is None:
             before = cached_metrics(self.trainer)
-            returned = self._divided(run, *self._world.data_rank)  # ranks may have been lost
+            returned = self._divided(run, *self.world.data_rank)  # ranks may have been lost
             self._step_plateaus(before, self._epoch.is_over)
             return returned
         self.before_validation(self.trainer.lightning_module)
@@ -609,11 +574,6 @@ class EpochDriver:
     def _pace(self) -> None:
         if self.leases is not None and self.data.kind == "dynamic":
             self.schedulers.keep_pace(self.data.is_dynamic or self.is_open_ended)
-
-    def _follow_schedulers(self) -> None:
-        if self.schedulers.are_others:
-            self.schedulers.release()
-            self._pace()
 
     # --- Regrouping --------------------------------------------------------------------------------------------------
 

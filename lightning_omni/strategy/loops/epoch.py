@@ -8,7 +8,6 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 from torch.utils.data import DataLoader, DistributedSampler, Subset
@@ -16,8 +15,6 @@ from torch.utils.data import DataLoader, DistributedSampler, Subset
 from lightning_omni.errors import ConfigurationError, UnsupportedError
 from lightning_omni.runtime import World
 from lightning_omni.runtime.leased_loader import RankLeases, lease, why_not_leased
-from lightning_omni.runtime.process_groups import LiveWorld
-from lightning_omni.strategy.lightning_internals.loops import batches_trained, should_stop_now
 from lightning_omni.wire.messages import EpochPlan
 from lightning_omni.wire.messages.data import plan_difference
 from lightning_omni.wire.steps_and_samples import Progress
@@ -73,6 +70,10 @@ class LeasedData:
 
     def connect(self, world: World) -> None:
         self._world = world
+
+    @property
+    def is_in_fit(self) -> bool:
+        return self._world is not None
 
     def start(self) -> None:
         if self._world is not None:
@@ -233,10 +234,6 @@ def split_of(dataset: object) -> int:
 
 # --- State ------------------------------------------------------------------------------------------------------------
 
-# At an epoch's end ranks are checked to agree where they would agree under DDP. Groups train different numbers of
-# batches. A scheduler that the user's code steps in each of them therefore has another learning rate on some ranks, and
-# a hook that acts at a batch number which it counts or stores itself acts on some ranks only, or at different times.
-
 
 class DataSizes(NamedTuple):
     """The samples in the datasets of a fit.
@@ -302,7 +299,6 @@ class EpochState:
         is_over: whether this group has trained its last batch.
         is_skipped: whether another group has ended the epoch early.
         is_check: whether all groups synchronize after this batch without a validation.
-        is_counted: whether schedules have counted the epoch.
         is_last: whether no group trains on after this synchronization.
         has_ended: whether a group is already at its end, so that none validates.
         window: ``accumulate_grad_batches`` in this group's last batch; 0 before the first one.
@@ -314,7 +310,6 @@ class EpochState:
     is_over: bool = False
     is_skipped: bool = False
     is_check: bool = False
-    is_counted: bool = False
     is_last: bool = False
     has_ended: bool = False
     window: int = 0
@@ -334,59 +329,25 @@ class EpochState:
             )
 
 
-class EpochEnd(NamedTuple):
-    """The state of this rank at the end of an epoch.
-
-    Attributes:
-        unstepped: batches since the user's last step, in manual optimization.
-        rates: learning rates of all parameter groups.
-        stops: whether the Trainer is to stop.
-    """
-
-    epoch: int
-    batches: int
-    unstepped: int
-    rates: list[float]
-    stops: bool
-
-    @classmethod
-    def of(cls, trainer: Trainer, unstepped: int) -> EpochEnd:
-        groups: list[Any] = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
-        rates = [float(group["lr"]) for group in groups if "lr" in group]
-        stops = should_stop_now(trainer)
-        return cls(trainer.current_epoch - 1, batches_trained(trainer), unstepped, rates, stops)
-
-    def of_all(self, live: LiveWorld) -> dict[int, EpochEnd]:
-        """Return the state of every live rank. All of them call it."""
-        everything = live.contribute("the end of an epoch", msgspec.msgpack.encode(self))
-        return {rank: msgspec.msgpack.decode(data, type=EpochEnd) for rank, data in everything}
+def rates_of(trainer: Trainer) -> list[float]:
+    groups: list[Any] = [group for optimizer in trainer.optimizers for group in optimizer.param_groups]
+    return [float(group["lr"]) for group in groups if "lr" in group]
 
 
-def difference(ends: Mapping[int, EpochEnd]) -> str:
-    """Return a warning that ranks differ; an empty string if they do not.
-
-    Rates are compared only where numbers of parameter groups agree: some ranks may add theirs later.
-    """
-    first = next(iter(ends.values()))
-    if any(len(end.rates) != len(first.rates) for end in ends.values()):
+def warning_of_rates(epoch: int, rates: Mapping[int, Sequence[float]]) -> str:
+    """Return a warning that learning rates differ between ranks with as many parameter groups, or ""."""
+    same_groups = len({len(each) for each in rates.values()}) == 1
+    differing = [each for each in zip(*rates.values(), strict=False) if same_groups and len({*each}) > 1]
+    if not differing:
         return ""
-    index = next((i for i, rate in enumerate(first.rates) if any(end.rates[i] != rate for end in ends.values())), None)
-    if index is None and len({end.unstepped > 0 for end in ends.values()}) == 1:
-        return ""
-
-    def said(end: EpochEnd) -> str:
-        last = f"its last step {end.unstepped} batches before its end" if end.unstepped else "a step in the last"
-        return last if index is None else f"the learning rate {end.rates[index]:.4g}"
-
-    shown = ", ".join(
-        f"rank {rank} has trained {end.batches} batches and has {said(end)}"
-        for rank, end in sorted(ends.items(), key=lambda item: (said(item[1]) == said(first), item[0]))[-4:]
-    )
+    of_rank = dict(zip(rates, differing[0], strict=True))
+    ends = sorted({min(of_rank, key=of_rank.__getitem__), max(of_rank, key=of_rank.__getitem__)})
     return (
-        f"epoch {first.epoch} has not ended alike on all ranks: {shown}. Groups train different numbers of batches,"
-        " so a scheduler that your code steps in each of them goes further on some ranks, and a hook that compares"
-        " its batch number with one that it has kept, or counts by itself, does something on some ranks only. Step"
-        " such a scheduler once an epoch, or use automatic optimization, where Lightning steps it in pace with the"
-        " run; ask trainer.is_last_batch, or compare with trainer.num_training_batches in that very batch, which is"
-        " then that of this rank; and do what is to be done once an epoch in on_train_epoch_end"
+        f"epoch {epoch} has ended with different learning rates:"
+        f" {' and '.join(f'rank {rank} has {of_rank[rank]:.4g}' for rank in ends)}. Groups train different numbers of"
+        " batches, so a scheduler that your code steps in each of them goes further on some ranks, and a hook that"
+        " compares its batch number with one that it has kept does something on some ranks only. Step such a scheduler"
+        " once an epoch, or use automatic optimization, where Lightning steps it in pace with the run; ask"
+        " trainer.is_last_batch, or compare with trainer.num_training_batches in that very batch, which is then that of"
+        " this rank"
     )

@@ -10,7 +10,6 @@ from lightning_omni.strategy.lightning_internals.loops import (
     accumulation_windows,
     batches_started,
     batches_trained,
-    manual_steps,
     validates_this_epoch,
 )
 from lightning_omni.wire.messages import EpochPlan
@@ -27,15 +26,13 @@ class FitLimits:
     They are those of DDP, in samples: see `lightning_omni.wire.steps_and_samples`.
 
     Attributes:
-        max_steps: steps of DDP after which the run ends, or -1.
-        by_hand: count of the user's steps in manual optimization; None with automatic optimization.
+        max_steps: steps of DDP after which the run ends, or -1; in manual optimization loops count their group's own.
     """
 
     def __init__(self, trainer: Trainer, ranks_per_batch: int = 1) -> None:
         self.trainer, self._ranks_per_batch = trainer, ranks_per_batch
-        self.max_steps = int(trainer.max_steps)
-        automatic = trainer.lightning_module.automatic_optimization
-        self.by_hand = None if automatic else StepsByHand(trainer)
+        self._is_automatic = trainer.lightning_module.automatic_optimization
+        self.max_steps = int(trainer.max_steps) if self._is_automatic else -1
 
     def reference(self, leases: RankLeases) -> ReferenceBatch:
         return ReferenceBatch(leases.world_size, leases.batch_size, int(self.trainer.accumulate_grad_batches))
@@ -66,8 +63,7 @@ class FitLimits:
             epoch=epoch,
             total=leases.total,
             batch_size=leases.batch_size,
-            # In manual optimization the number of batches that make max_steps is not known in advance.
-            budget=progress.budget(leases.total, epoch, self.max_steps if self.by_hand is None else -1),
+            budget=progress.budget(leases.total, epoch, self.max_steps),
             validate_every=every,
             validate_offset=offset,
             trained=trained,
@@ -79,7 +75,7 @@ class FitLimits:
         epochs, limits = self.trainer.max_epochs, list[int]()
         if epochs not in (None, -1):
             limits.append(max(0, epochs - progress.epochs - 1) * progress.budget(total, progress.epochs))
-        if self.by_hand is None and self.max_steps != -1:
+        if self.max_steps != -1:
             limits.append(progress.steps_left(self.max_steps, progress.epochs + 1) * progress.reference.samples)
         return min(limits, default=None)
 
@@ -102,49 +98,14 @@ class FitLimits:
         is_inside = loop.restarted_mid_epoch or loop.restarted_on_epoch_end
         batches = batches_trained(trainer) if is_inside else 0
         begun = batches_started(trainer)
-        steps = int(trainer.global_step) if self.by_hand is None else begun
+        steps = int(trainer.global_step) if self._is_automatic else begun
         if batches >= trainer.num_training_batches:  # saved after the last batch, before the hooks of the epoch's end
             return replace(progress, epochs=progress.epochs + 1, samples=0, past=steps, past_batches=begun)
         past = steps - batches // progress.reference.window
         return replace(progress, past=past, past_batches=begun - batches)
 
     def steps_left(self, taken: int) -> int | None:
-        if self.max_steps == -1:
-            return None
-        return max(0, self.max_steps - (taken if self.by_hand is None else self.by_hand.steps_of(taken)))
-
-    def is_reached_by_hand(self, progress: Progress) -> bool:
-        if self.by_hand is None or self.max_steps == -1:
-            return False
-        return self.by_hand.steps_of(progress.steps) >= self.max_steps  # without accumulation, steps are batches
-
-
-class StepsByHand:
-    """The count of this rank's steps in manual optimization; a batch may have several, or a fraction.
-
-    Attributes:
-        counts: batches, and the steps taken in them; the same on all members of a group.
-        unstepped: batches since the last step.
-    """
-
-    def __init__(self, trainer: Trainer) -> None:
-        self._trainer = trainer
-        batches = batches_started(trainer)
-        self.counts = batches, manual_steps(trainer) if batches else 0
-        self._before = self.unstepped = 0
-
-    def begin_batch(self) -> None:
-        self._before = manual_steps(self._trainer)
-
-    def end_batch(self) -> None:
-        batches, steps = self.counts
-        taken = manual_steps(self._trainer) - self._before
-        self.counts = batches + 1, steps + taken
-        self.unstepped = 0 if taken else self.unstepped + 1
-
-    def steps_of(self, batches: int) -> int:
-        counted, steps = self.counts
-        return batches * steps // max(1, counted)
+        return None if self.max_steps == -1 else max(0, self.max_steps - taken)
 
 
 def size_of(spans: Spans) -> int:

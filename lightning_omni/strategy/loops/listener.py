@@ -25,7 +25,6 @@ from lightning_omni.strategy.lightning_internals.callbacks import (
 from lightning_omni.strategy.lightning_internals.loops import (
     control_loops,
     release_loops,
-    step_schedules_by_epoch,
     unlease_loaders,
 )
 from lightning_omni.strategy.lightning_internals.metrics import (
@@ -39,7 +38,7 @@ from lightning_omni.strategy.lightning_internals.metrics import (
     restore_list_gather,
 )
 from lightning_omni.strategy.loops.driver import EpochDriver
-from lightning_omni.strategy.loops.live_metrics import ProgressDisplay, live_metrics
+from lightning_omni.strategy.loops.live_metrics import live_metrics, show_batches
 from lightning_omni.strategy.optimizers import check_wrapped
 from lightning_omni.strategy.shared_parts import SharedParts
 from lightning_omni.strategy.signals import training_position
@@ -71,7 +70,6 @@ class Listener:
         self._staleness = Staleness()
         self._logged: dict[str, float] = {}
         self._has_begun = False  # the present batch
-        self._display = ProgressDisplay()
         clear_current_hook(trainer)
         add_listener(trainer, self)
         control_loops(trainer, self)
@@ -84,7 +82,6 @@ class Listener:
         remove_listener(self._trainer)
         release_loops(self._trainer)
         restore_list_gather()
-        self._display.release()
 
     # --- Control of the loops ----------------------------------------------------------------------------------------
 
@@ -167,10 +164,9 @@ class Listener:
         if self._nested.is_running:
             return
         if not self._has_begun:  # the loader has yielded None, and Lightning has called no hook of the batch's start
-            was_last = trainer.is_last_batch
             self.on_train_batch_start(trainer, pl_module, batch, batch_idx)
-            if trainer.is_last_batch and not was_last:  # the loop did not know when it stepped schedules
-                step_schedules_by_epoch(trainer)
+            if trainer.is_last_batch and not self.parts.epochs.is_cut_short:  # the loop did not know of it before
+                self.parts.epochs.schedulers.step("epoch")
         self._has_begun = False
         parts, world = self.parts, self.parts.world
         parts.merged.step_done()
@@ -180,19 +176,21 @@ class Listener:
             world.control.report_progress(is_expected=True)
         parts.balance.end_batch()
         parts.epochs.end_batch()
-        self._display.show(trainer, parts.epochs.expected_batches(batch_idx + 1))
+        show_batches(trainer, parts.epochs.expected_batches(batch_idx + 1))
         if logs_now(trainer):
             values = parts.balance.metrics()
             if world.control is not None:
                 self._watch_staleness()
                 values |= live_metrics(world.control.status, self._staleness, parts.step_times)
+                values["omni/stale"] = values["omni/staleness_mean"]  # short, for the progress bar
                 if (loss := loss_in(outputs, trainer.accumulate_grad_batches)) is not None:
                     world.control.metrics = {**world.control.metrics, "loss": float(loss.float().mean())}
-                self._display.update(values)
             forget_batch_results(trainer, self._logged.keys() - values.keys())  # of groups that are gone
             self._logged = values
             for name, value in values.items():
-                pl_module.log(name, value, batch_size=1)  # Lightning needs it where training_step draws its batches
+                in_bar = name == "omni/stale"
+                # Lightning needs a batch size where training_step draws its batches.
+                pl_module.log(name, value, prog_bar=in_bar, logger=not in_bar, batch_size=1)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         self.failures.note(exception)

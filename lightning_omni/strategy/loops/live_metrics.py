@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 from collections import deque
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from lightning_omni.checks import counted
@@ -21,8 +20,6 @@ from lightning_omni.wire.messages import AskStatus, Status
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
 
-ENTRY = "omni"
-"""Name of the entry in the progress bar."""
 SMOOTHING = 0.9
 """Weight of the past in the running means."""
 
@@ -246,49 +243,11 @@ def _remedy(method: Method, steps: int) -> str:
     return f'Pass a shorter period, method="{instead}" say, or train for longer'
 
 
-class ProgressDisplay:
-    """The additions to the user's progress bar in a run of groups: its total, and one short entry.
-
-    The total is an estimate at the present speeds.
-    """
-
-    def __init__(self) -> None:
-        self._bar: Any = None
-        self._own: Callable[..., dict[str, Any]] | None = None
-        self._text = ""
-
-    def show(self, trainer: Trainer, expected: int | None) -> None:
-        bar: Any = trainer.progress_bar_callback  # the base class declares neither total nor entries
-        if bar is None or not trainer.is_global_zero or getattr(bar, "is_disabled", False):
-            return
-        if bar is not self._bar:
-            self.release()
-            self._bar, self._own = bar, vars(bar).get("get_metrics")
-            bar.get_metrics = partial(self._with_entry, bar.get_metrics)
-        if expected is not None:
-            # The user's own bar may lack this attribute, and Lightning's bars lack it before their first batch.
-            with contextlib.suppress(AttributeError, TypeError, AssertionError, IndexError):
-                bar.train_progress_bar.total = expected
-
-    def update(self, metrics: Mapping[str, float]) -> None:
-        rate = metrics.get("omni/updates_per_s")
-        self._text = f"{_short(metrics['omni/staleness_mean'])} stale"
-        if rate:  # it is 0 until the server has counted for a while
-            self._text += f" {_short(rate)}/s"
-
-    def release(self) -> None:
-        if self._bar is not None:
-            del self._bar.get_metrics
-            if self._own is not None:
-                self._bar.get_metrics = self._own
-        self._bar, self._own, self._text = None, None, ""
-
-    def _with_entry(self, get_metrics: Callable[..., dict[str, Any]], *args: Any, **kwargs: Any) -> dict[str, Any]:
-        metrics = get_metrics(*args, **kwargs)
-        return {**metrics, ENTRY: self._text} if self._text else metrics
-
-
-def _short(value: float) -> str:
-    if value >= 1000:
-        return f"{value / 1000:.2g}k" if value < 9950 else f"{value / 1000:.0f}k"
-    return f"{value:.0f}" if value >= 10 else f"{value:.1f}"
+def show_batches(trainer: Trainer, expected: int | None) -> None:
+    """Show the estimated number of batches in the user's progress bar as its total."""
+    bar: Any = trainer.progress_bar_callback  # the base class does not declare it
+    if expected is None or bar is None or not trainer.is_global_zero or getattr(bar, "is_disabled", False):
+        return
+    # The user's own bar may lack this attribute, and Lightning's bars lack it before their first batch.
+    with contextlib.suppress(AttributeError, TypeError, AssertionError, IndexError):
+        bar.train_progress_bar.total = expected

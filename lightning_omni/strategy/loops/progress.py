@@ -14,9 +14,7 @@ from typing import TYPE_CHECKING
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.runtime import World
-from lightning_omni.runtime.leased_loader import RankLeases
 from lightning_omni.runtime.state.checkpoint import RunCheckpoint
-from lightning_omni.strategy.lightning_internals.callbacks import reloads
 from lightning_omni.strategy.lightning_internals.loops import (
     accumulation_windows,
     batches_resumed,
@@ -27,7 +25,7 @@ from lightning_omni.strategy.lightning_internals.loops import (
     set_progress_counters,
 )
 from lightning_omni.strategy.loops.epoch import LeasedData
-from lightning_omni.strategy.loops.limits import FitLimits, StepsByHand, size_of
+from lightning_omni.strategy.loops.limits import FitLimits, size_of
 from lightning_omni.wire.messages import EpochPlan, SnapshotId
 from lightning_omni.wire.messages.data import Spans
 from lightning_omni.wire.steps_and_samples import Progress
@@ -46,15 +44,17 @@ class RunProgress:
         resumed_samples: samples in the dataset at that moment.
         is_counted_together: whether several groups have trained the run.
         step_limit: the loops' max_steps, in this rank's steps; None for the Trainer's.
+        trainer: from `connect` on.
+        limits: from `start` on.
     """
+
+    trainer: Trainer
+    limits: FitLimits
+    _world: World
 
     def __init__(self, data: LeasedData, warn: Callable[[str], None]) -> None:
         self._data, self._warn = data, warn
-        self._trainer: Trainer | None = None
-        self._world: World | None = None
-        self._limits: FitLimits | None = None
         self._resumed_batches = (-1, 0)  # number of the epoch, and batches of each rank
-        self._resumed_ranks = self._recounted_samples = 0
         self.progress: Progress | None = None
         self.past: Progress | None = None
         self.resumed, self.resumed_samples = SnapshotId(), 0
@@ -65,13 +65,12 @@ class RunProgress:
     # --- The run -----------------------------------------------------------------------------------------------------
 
     def connect(self, trainer: Trainer, world: World) -> None:
-        self._trainer, self._world = trainer, world
-        self._begun_with = None
+        self.trainer, self._world, self._begun_with = trainer, world, None
         if self.is_counted_together:
             self._suspend_limit()
 
     def _suspend_limit(self) -> None:
-        """Have no limit until `start`, where the loop would compare this rank's own steps with max_steps."""
+        # Until `start`, the loop would compare this rank's own steps with max_steps.
         if self.trainer.max_steps != -1:
             self.step_limit = sys.maxsize
 
@@ -82,7 +81,6 @@ class RunProgress:
     def resume(self, saved: RunCheckpoint) -> None:
         self.resumed, self.resumed_samples, self.past = saved.cut, saved.samples, saved.progress
         self.is_counted_together = saved.progress is not None or saved.cut.epoch != -1
-        self._resumed_ranks = saved.ranks
 
     def restored(self) -> None:
         """Prevent a run whose max_steps are taken from beginning, after the loops have loaded a checkpoint."""
@@ -98,62 +96,35 @@ class RunProgress:
         If this group has joined, ``entered`` samples of the current epoch are trained.
         """
         trainer = self.trainer
-        before, self._limits = self._limits, FitLimits(trainer, ranks_per_batch)
-        self._begun_with = self._limits.max_steps
-        by_hand = before.by_hand if before is not None and before.trainer is trainer else None
-        if self._limits.by_hand is not None and by_hand is not None:
-            self._limits.by_hand = by_hand  # in a further fit the loops' counts are no longer this rank's own
-        self._recounted_samples = self._count_resumed()
+        self.limits, self._begun_with = FitLimits(trainer, ranks_per_batch), int(trainer.max_steps)
+        self._count_resumed()
         self._resumed_batches = trainer.current_epoch, batches_resumed(trainer)
         self.step_limit = None
         if self._data.leases is None:
             return
         epoch = trainer.current_epoch
         self.check_resumed(epoch)
-        self.progress = self._limits.progress(self._data.leases, epoch, self.trained_spans(epoch), self.past)
+        self.progress = self.limits.progress(self._data.leases, epoch, self.trained_spans(epoch), self.past)
         if entered is not None:
             self.advance(entered)
         elif self.past is None and not self.is_counted_together:
-            self.progress = self._limits.counted(self.progress)
+            self.progress = self.limits.counted(self.progress)
 
-    def _count_resumed(self) -> int:
-        """Count the batches that other ranks have trained as those of this run's, and return their samples, or 0."""
-        leases, trainer, ranks = self._data.leases, self.trainer, self._resumed_ranks
-        is_of_groups = self.resumed.epoch != -1
-        if leases is None or not trainer.fit_loop.restarted_mid_epoch:
-            return 0
-        if not is_of_groups and ranks in (0, leases.world_size):
-            return 0
-        if is_at_last_batch(trainer):  # at its end, where Lightning has counted the epoch already
-            recount(trainer, int(trainer.num_training_batches))
-            return 0
-        if is_of_groups:
-            if self._fits(trainer.current_epoch):
-                self._count_spans(leases)
-            return 0
-        samples, reference = batches_trained(trainer) * ranks * leases.batch_size, self.limits.reference(leases)
-        recount(trainer, samples // reference.samples * reference.window)
-        return samples
-
-    def _count_spans(self, leases: RankLeases) -> None:
+    def _count_resumed(self) -> None:
         """Count the batches that several groups have trained as those of all ranks of this run."""
-        trainer, reference = self.trainer, self.limits.reference(leases)
-        trained, whole = size_of(self.trained_spans(trainer.current_epoch)), int(trainer.num_training_batches)
-        batches = max(1, trained // reference.samples) * reference.window
-        recount(trainer, whole if trained >= leases.total else min(batches, whole - 1))
+        leases, trainer = self._data.leases, self.trainer
+        if leases is None or self.resumed.epoch == -1 or not trainer.fit_loop.restarted_mid_epoch:
+            return
+        whole, reference = int(trainer.num_training_batches), self.limits.reference(leases)
+        if is_at_last_batch(trainer):  # at its end, where Lightning has counted the epoch already
+            recount(trainer, whole)
+        elif self._fits(trainer.current_epoch):
+            trained = size_of(self.trained_spans(trainer.current_epoch))
+            batches = max(1, trained // reference.samples) * reference.window
+            recount(trainer, whole if trained >= leases.total else min(batches, whole - 1))
 
     def forget(self) -> None:
-        self.progress, self.resumed, self._trainer, self._world = None, SnapshotId(), None, None
-
-    @property
-    def trainer(self) -> Trainer:
-        assert self._trainer is not None
-        return self._trainer
-
-    @property
-    def limits(self) -> FitLimits:
-        assert self._limits is not None
-        return self._limits
+        self.progress, self.resumed = None, SnapshotId()
 
     # --- An epoch ----------------------------------------------------------------------------------------------------
 
@@ -170,11 +141,11 @@ class RunProgress:
         leases = self._data.leases
         if leases is None:
             return ()
-        if self.resumed.epoch == -1:  # one group or DDP saved it, without leases; all ranks have the same count
+        if self.resumed.epoch == -1:  # one group or DDP saved it: all ranks have the same count of batches
             at, batches = self._resumed_batches
-            if self._limits is None or at != epoch:
+            if at != epoch:
                 return ()
-            trained = self._recounted_samples or batches * self._limits.reference(leases).batch
+            trained = batches * self.limits.reference(leases).batch
             return ((0, min(trained, leases.total)),) if trained else ()
         if not self._fits(epoch):
             return ()
@@ -219,7 +190,6 @@ class RunProgress:
     @property
     def seen(self) -> int:
         """Return the number of this epoch's trained positions as known to this rank, and so to its group."""
-        assert self._world is not None
         assert self._data.leases is not None
         if not self._data.is_dynamic:
             return size_of(self._data.leases.trained_spans)
@@ -231,20 +201,18 @@ class RunProgress:
 
     def align(self, all_reduce_max: Callable[[list[int]], list[int]]) -> None:
         """Give ranks of different groups the same counts, and so the same validations."""
-        mine, by_hand = progress_counters(self.trainer), self.by_hand
-        *theirs, batches, steps = all_reduce_max([*mine, *(by_hand.counts if by_hand is not None else (0, 0))])
+        mine = progress_counters(self.trainer)
+        theirs = all_reduce_max(mine)
         if mine != theirs:
             set_progress_counters(self.trainer, theirs)
-        if by_hand is not None:
-            by_hand.counts = batches, steps
 
     def end(self, epoch: int, trained: int | None) -> None:
         """End an epoch, after ``trained`` samples if a rank has skipped its remainder or stopped the run."""
         if self.progress is None:
             return
         over = self.now().steps_before(epoch + 1)
-        if self.max_steps != -1 and self.trainer.lightning_module.automatic_optimization:
-            over = min(over, self.max_steps)  # max_steps may have ended the run inside the epoch
+        if self.limits.max_steps != -1:
+            over = min(over, self.limits.max_steps)  # max_steps may have ended the run inside the epoch
         if trained is not None:
             over = min(over, replace(self.progress, samples=trained).steps)
         reference = self.progress.reference
@@ -297,42 +265,18 @@ class RunProgress:
 
     # --- Steps -------------------------------------------------------------------------------------------------------
 
-    @property
-    def max_steps(self) -> int:
-        return self._limits.max_steps if self._limits is not None else -1
-
-    @property
-    def by_hand(self) -> StepsByHand | None:
-        return self._limits.by_hand if self._limits is not None else None
-
     def steps_left(self) -> int | None:
-        """Return the steps of DDP that are left when a fit begins; None if unknown.
-
-        Epochs are assumed to be as long as the first one.
-        """
-        trainer, progress = self.trainer, self.progress
-        if not trainer.lightning_module.automatic_optimization:
+        """Return the steps of DDP that are left when a fit begins, as Lightning estimates them; None if unknown."""
+        trainer = self.trainer
+        if not trainer.lightning_module.automatic_optimization or accumulation_windows(trainer, 1):
             return None
-        epoch, epochs = trainer.current_epoch, trainer.max_epochs
-        bounds = []
-        if self.max_steps != -1:
-            bounds.append(self.max_steps - (trainer.global_step if progress is None else self.now().steps))
-        batches = trainer.num_training_batches if progress is None else progress.batches
-        is_alike = batches != math.inf and not reloads(trainer)
-        if epochs is not None and epochs >= 0 and is_alike:
-            accumulated = int(trainer.accumulate_grad_batches)
-            windows = accumulation_windows(trainer, epochs)[epoch:] or [accumulated] * (epochs - epoch)
-            if progress is None:
-                made = self._resumed_batches[1] // accumulated
-            else:
-                made = self.now().steps - progress.steps_before(progress.epochs)
-            bounds.append(sum(-(-int(batches) // window) for window in windows) - made)
-        return max(0, min(bounds)) if bounds else None
+        steps = trainer.estimated_stepping_batches
+        made = trainer.global_step if self.progress is None else self.now().steps
+        return None if steps in (-1, math.inf) else max(0, int(steps) - made)
 
     def steps_at(self, progress: Progress) -> int:
-        automatic = self.trainer.lightning_module.automatic_optimization
         # max_steps may end the run inside an epoch.
-        return min(progress.steps, self.max_steps) if automatic and self.max_steps != -1 else progress.steps
+        return progress.steps if self.limits.max_steps == -1 else min(progress.steps, self.limits.max_steps)
 
     def limit_steps(self, is_open_ended: bool) -> None:
         """Keep this rank's own steps from ending the run if they are not those of DDP."""
@@ -349,18 +293,14 @@ class RunProgress:
     def count_together(self) -> None:
         """Let the samples end the run, since groups were formed inside an epoch."""
         self.is_counted_together = True
-        if self.max_steps != -1 and not self.is_limit_reached:
+        if self.limits.max_steps != -1 and not self.is_limit_reached:
             self.step_limit = sys.maxsize
 
     def stop_here(self) -> None:
         self.step_limit = self.trainer.global_step
 
     def limit_for(self, max_steps: int) -> int | None:
-        """Return `step_limit` for loops that have this ``max_steps`` now.
-
-        Raises:
-            UnsupportedError: user code has changed it since several groups began.
-        """
+        """Return `step_limit`; raise `UnsupportedError` if the loops' ``max_steps`` has changed in mid-run."""
         if self.is_counted_together and self._begun_with not in (None, max_steps):
             raise UnsupportedError(
                 f"max_steps has changed from {self._begun_with} to {max_steps} inside a fit, and several groups were"
@@ -378,8 +318,5 @@ class RunProgress:
     def is_whole(self) -> bool:
         """Return whether a finished epoch of several groups is whole, because max_steps has not ended it."""
         return (
-            self.is_counted_together
-            and self.progress is not None
-            and self._limits is not None
-            and self._limits.steps_left(self.progress.steps) != 0
+            self.is_counted_together and self.progress is not None and self.limits.steps_left(self.progress.steps) != 0
         )

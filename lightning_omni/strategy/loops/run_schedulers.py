@@ -1,4 +1,8 @@
-"""The schedulers of a run, which follow the progress of all groups.
+"""The schedulers of a run, which keep pace with the progress of all groups.
+
+With leased data a fast group takes more steps than a slow one. Where Lightning would step a scheduler, the module's
+``lr_scheduler_step`` is therefore called as often as every rank would have called it meanwhile under DDP. Steps that
+other code of the user makes are not paced.
 
 ReduceLROnPlateau with ``interval="step"`` may monitor a metric of validations inside the epoch. It is then stepped when
 a rank's callbacks receive a validation, and counts the batches that DDP would have trained by then.
@@ -9,20 +13,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
+from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
+
 from lightning_omni.strategy.lightning_internals.loops import step_plateaus, step_schedule
 from lightning_omni.strategy.lightning_internals.metrics import cached_metrics, names_in_training
-from lightning_omni.strategy.loops.paced_schedulers import (
-    Counts,
-    Pacer,
-    Schedule,
-    SchedulerSnapshot,
-    StepCounts,
-    arrive,
-    caught_up,
-    counts_of,
-    reach_all,
-    standing,
-)
 from lightning_omni.strategy.loops.progress import RunProgress
 from lightning_omni.wire.messages import EpochPlan
 from lightning_omni.wire.steps_and_samples import Progress
@@ -30,121 +24,121 @@ from lightning_omni.wire.steps_and_samples import Progress
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
 
+Leads = dict[Any, tuple[int, int]]
+"""For each scheduler, by how many steps it was ahead of the run, and the run's progress then, in steps or epochs."""
+
 
 class RunSchedulers:
     """The schedulers of one fit after another.
 
     Attributes:
-        bases: counts from which schedulers keep pace.
-        synchronized: paced schedulers' states when all groups had last exchanged everything.
+        is_paced: whether they follow the progress of all groups; otherwise Lightning alone steps them.
+        leads: their steps in relation to that progress, while they are paced.
     """
 
     def __init__(self, run: RunProgress, steps: Callable[[], int]) -> None:
         self._run, self._steps = run, steps
-        self._pacer: Pacer | None = None
-        self._counts = StepCounts()
         self._resumed: Sequence[Sequence[int]] = ()
+        self._ahead: dict[Any, int] = {}  # of the resumed progress, until they are paced
         self._before = 0  # steps of DDP before the epoch
-        self.bases: Schedule = {}
-        self.synchronized: dict[Any, SchedulerSnapshot | None] = {}
+        self.is_paced = False
+        self.leads: Leads = {}
 
     def resume(self, counts: Sequence[Sequence[int]]) -> None:
         self._resumed = counts
 
-    def start(self, count_from_here: bool) -> None:
+    def start(self) -> None:
+        """Bring the schedulers of a resumed run to its progress; those that are ahead of it will wait."""
         self.begin_epoch()
-        counts, self._resumed = arrive(self._configs, self._resumed, self._counts), ()
-        if count_from_here:
-            self.bases = {**self.bases, **{each: (count, self._steps()) for each, count in counts.items()}}
+        configs, saved = self._run.trainer.lr_scheduler_configs, self._resumed
+        self._resumed = ()
+        if len(saved) != len(configs):
+            return
+        for config, counts in zip(configs, saved, strict=True):
+            if counts:
+                made, due = counts
+                self._ahead[config.scheduler] = max(0, made - due)
+                self._make(config.scheduler, due - made)
 
     def begin_epoch(self) -> None:
         """Count the batches of schedules with a frequency from here, as Lightning does."""
         progress = self._run.progress
         self._before = progress.steps_before(progress.epochs) if progress is not None else 0
+        if self.is_paced:
+            self.keep_pace(True)  # StochasticWeightAveraging, for example, has replaced some
 
     def keep_pace(self, is_paced: bool) -> None:
-        """Let schedulers follow the progress of all groups from now on, or only store their counts."""
-        trainer = self._run.trainer
-        if not trainer.lightning_module.automatic_optimization:
-            return
-        pacer = Pacer(
-            self._configs,
-            self._steps,
-            lambda: trainer.current_epoch + 1,
-            lambda frequency, steps: self._run.now().scheduled(frequency, steps - self._before),
-            self._counts,
-            lambda scheduler: step_schedule(trainer, scheduler),
-        )
-        self.bases = pacer.count_from(self.bases)
-        if is_paced:
-            pacer.pace()
-            self._pacer = pacer
-        self.note_synchronized()
-
-    def note_synchronized(self) -> None:
-        self.synchronized = {each: standing(each) for each in self._pacer.schedulers} if self._pacer else {}
-
-    @property
-    def are_paced(self) -> bool:
-        return self._pacer is not None
+        """Let schedulers follow the progress of all groups from now on, or leave them to Lightning."""
+        self.is_paced, known, self.leads = is_paced, self.leads, {}
+        for config in self._configs if is_paced else ():
+            now = self._steps() if config.interval == "step" else self._run.trainer.current_epoch
+            self.leads[config.scheduler] = known.get(config.scheduler, (self._ahead.pop(config.scheduler, 0), now))
 
     @property
     def count_steps(self) -> bool:
-        return self._pacer is not None and self._pacer.counts_any_steps
+        return self.is_paced and any(config.interval == "step" for config in self._configs)
 
-    @property
-    def are_others(self) -> bool:
-        """Return whether the schedulers were replaced, as by StochasticWeightAveraging."""
-        return self._pacer is not None and not self._pacer.has(self._configs)
+    def step(self, interval: str = "step") -> None:
+        """Call the module's hook until paced schedulers of an interval have reached the run's progress."""
+        for config in self._configs if self.is_paced else ():
+            if config.interval == interval:
+                now = self._steps() if interval == "step" else self._run.trainer.current_epoch + 1
+                lead, begun = self.leads.get(config.scheduler, (0, now))
+                due = self._scheduled(config, now) - self._scheduled(config, begun) - lead
+                self.leads[config.scheduler] = max(0, -due), now
+                self._make(config.scheduler, due)
 
-    def step(self, scheduler: Any, call: Callable[[], Any]) -> None:
-        if self._pacer is not None:
-            self._pacer.step(scheduler, call)
-        else:
-            call()
+    def _scheduled(self, config: Any, moment: int) -> int:
+        if config.interval == "epoch":
+            return moment // int(config.frequency)
+        return self._run.now().scheduled(config.frequency, moment - self._before)
 
-    def keep_up(self) -> None:
-        if self._pacer is not None:
-            self._pacer.keep_up()
-
-    def catch_up(self) -> None:
-        if self._pacer is not None:
-            self._pacer.catch_up()
-        elif self._run.progress is not None:  # Lightning alone has stepped them, as under DDP
-            for config in self._configs:
-                if config.interval == "step" and config.scheduler in self.bases:
-                    self.bases[config.scheduler] = self._counts.of(config.scheduler), self._steps()
+    def _make(self, scheduler: Any, steps: int) -> None:
+        for _ in range(steps):
+            step_schedule(self._run.trainer, scheduler)
 
     def align(self, all_reduce_max: Callable[[list[int]], list[int]]) -> None:
-        """Give all ranks the same scheduler counts after a change of groups, and stop pacing."""
-        self.release()
-        if counts := counts_of(self._configs, self._counts):
-            reach_all(self._configs, all_reduce_max(counts), self._counts)
+        """Step the schedulers of all ranks as far as any rank's, after a change of groups."""
+        configs = self._run.trainer.lr_scheduler_configs
+        kinds = [config.scheduler for config in configs if isinstance(config.scheduler, LRScheduler)]
+        schedulers = [each for each in kinds if not isinstance(each, ReduceLROnPlateau)]
+        counts = [count_of(each) for each in schedulers]
+        furthest = all_reduce_max(counts) if counts else counts
+        for scheduler, own, most in zip(schedulers, counts, furthest, strict=True):
+            lead, begun = self.leads.get(scheduler, (0, 0))
+            if scheduler in self.leads:
+                self.leads[scheduler] = lead + most - own, begun
+            for _ in range(most - own):
+                scheduler.step()
 
-    def catch_up_in(self, checkpoint: dict[str, Any], progress: Progress | None) -> list[Counts]:
-        """Advance the schedulers in a checkpoint to its progress; return their counts: see `caught_up`."""
-        if self._pacer is None or progress is None:
+    def counts_at(self, progress: Progress | None) -> list[tuple[int, ...]]:
+        """Return each scheduler's steps in the epoch, made and due at a progress; nothing for one that counts none."""
+        if not self.is_paced or progress is None:
             return []
-        counts = self._pacer.counts_at(self._configs, self._run.steps_at(progress))
-        schedulers = [config.scheduler for config in self._configs]
-        return caught_up(checkpoint, schedulers, self._run.trainer.optimizers, counts, self.synchronized)
+        steps, configs = self._run.steps_at(progress), self._run.trainer.lr_scheduler_configs
+        return [self._counts_at(config, steps) for config in configs]
 
-    def release(self) -> None:
-        if self._pacer is not None:
-            self._pacer.release()
-            self._pacer = None
+    def _counts_at(self, config: Any, steps: int) -> tuple[int, ...]:
+        if config.interval == "epoch" or config.scheduler not in self.leads:
+            return ()
+        lead, begun = self.leads[config.scheduler]
+        return self._scheduled(config, begun) + lead, self._scheduled(config, steps)
 
     def finish(self) -> None:
-        self.release()
-        self.bases, self.synchronized = {}, {}
-
-    def forget(self) -> None:
-        self.finish()
-        self._counts.forget()
+        self.is_paced, self.leads, self._ahead = False, {}, {}
 
     @property
     def _configs(self) -> list[Any]:
-        return self._run.trainer.lr_scheduler_configs
+        trainer = self._run.trainer
+        automatic = trainer.lightning_module.automatic_optimization
+        return [config for config in trainer.lr_scheduler_configs if automatic and not config.reduce_on_plateau]
+
+
+def count_of(scheduler: Any) -> int:
+    """Return a scheduler's own count; for a ChainedScheduler, that of one in it."""
+    while not hasattr(scheduler, "last_epoch"):
+        scheduler = vars(scheduler)["_schedulers"][0]
+    return int(scheduler.last_epoch)
 
 
 class Plateaus:

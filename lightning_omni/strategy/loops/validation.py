@@ -62,13 +62,10 @@ class PublishedValidation:
     def __init__(self, is_wanted: bool, info: Callable[[str], None]) -> None:
         self.is_wanted, self._info = is_wanted, info
         self._has_said = False
-        self._trainer: Trainer | None = None
-        self._world: World | None = None
         self.on_heard: Callable[[dict[str, Any]], None] = lambda before: None
         self.forget()
 
     def forget(self) -> None:
-        self._trainer = self._world = None
         self.is_on = False
         self.evaluates, self.version = 0, None
         self._ended, self._steps, self._begun = 0, 0, set[int]()
@@ -77,6 +74,8 @@ class PublishedValidation:
         self._have_all_ended = True
 
     version: Version | None
+    _trainer: Trainer
+    _world: World
 
     def connect(self, trainer: Trainer, world: World) -> None:
         self.forget()
@@ -86,7 +85,7 @@ class PublishedValidation:
 
     def begin(self, plan: EpochPlan | None, trained: int = 0, is_dynamic: bool = True) -> None:
         """Begin an epoch: see `go_on`. All ranks call it, after equally many steps."""
-        self._counters, self._steps = step_counters(self._joined[0]), 0
+        self._counters, self._steps = step_counters(self._trainer), 0
         self._trained, self._passed = trained, 0
         self.go_on(plan, trained, is_dynamic)
 
@@ -95,10 +94,9 @@ class PublishedValidation:
 
         ``plan`` is None if data is not leased; with ``is_dynamic`` the server deals out the samples.
         """
-        trainer, world = self._joined
         self._plan, self._have_all_ended = plan, False
-        self.is_on = world.external_writes.are_validations_apart = False
-        if not (self.is_wanted and world.executor.exchanges and trainer.enable_validation):
+        self.is_on = self._world.external_writes.are_validations_apart = False
+        if not (self.is_wanted and self._world.executor.exchanges and self._trainer.enable_validation):
             return
         reason = "the samples are dealt out beforehand" if plan is None or not is_dynamic else self._reason()
         if reason:
@@ -107,20 +105,19 @@ class PublishedValidation:
                 self._info(f'OmniStrategy: validation="published" is validation="wait" here: {reason}')
             return
         assert plan is not None
-        self.is_on = world.external_writes.are_validations_apart = plan.validate_every > 0
+        self.is_on = self._world.external_writes.are_validations_apart = plan.validate_every > 0
         self._passed = max(self._passed, self._point(trained)) if self.is_on else 0
 
     def dealt(self, plan: EpochPlan) -> EpochPlan:
         return msgspec.structs.replace(plan, validate_every=0, validate_offset=0) if self.is_on else plan
 
     def _reason(self) -> str:
-        trainer, world = self._joined
-        if world.method.evaluated == "mean":
-            return f"{type(world.method).__name__} evaluates the mean of all groups' weights"
-        if averaged_models(trainer):
+        if self._world.method.evaluated == "mean":
+            return f"{type(self._world.method).__name__} evaluates the mean of all groups' weights"
+        if averaged_models(self._trainer):
             return "a WeightAveraging callback evaluates its own weights"
-        loaders = validation_loaders(trainer)
-        if not any(trainer.num_val_batches):
+        loaders = validation_loaders(self._trainer)
+        if not any(self._trainer.num_val_batches):
             return "the validation data has no batch"
         if not all(
             has_lightning_sampler(loader) and isinstance(loader.sampler, DistributedSampler) for loader in loaders
@@ -131,12 +128,6 @@ class PublishedValidation:
     def _point(self, start: int) -> int:
         assert self._plan is not None
         return (start + self._plan.validate_offset) // self._plan.validate_every
-
-    @property
-    def _joined(self) -> tuple[Trainer, World]:
-        assert self._trainer is not None
-        assert self._world is not None
-        return self._trainer, self._world
 
     # --- Evaluating --------------------------------------------------------------------------------------------------
 
@@ -149,11 +140,11 @@ class PublishedValidation:
             return False
         assert self._plan is not None
         self._passed = point
-        self.evaluates = self._joined[1].versions.claim(self._plan.epoch, point)
+        self.evaluates = self._world.versions.claim(self._plan.epoch, point)
         return self.evaluates > 0
 
     def run(self, run: Callable[[], Any], progress: Progress | None) -> Any:
-        trainer, world = self._joined
+        trainer, world = self._trainer, self._world
         number = self.evaluates
         self._begun.add(number)
         try:
@@ -177,7 +168,7 @@ class PublishedValidation:
 
     def end_known(self) -> None:
         """Pass known validations to this group's callbacks. All its members call it."""
-        while self._ended < self._joined[1].core.last_answer.validations:
+        while self._ended < self._world.core.last_answer.validations:
             self._end_next()
 
     def have_parted(self) -> None:
@@ -191,16 +182,15 @@ class PublishedValidation:
         if not self.is_on or self._have_all_ended:
             return False
         self._have_all_ended = True
-        world = self._joined[1]
-        world.all_reduce_max([0])
-        known = world.versions.ask()
-        complete, is_missed = world.all_reduce_max([known.complete, int(known.is_missed)])
+        self._world.all_reduce_max([0])
+        known = self._world.versions.ask()
+        complete, is_missed = self._world.all_reduce_max([known.complete, int(known.is_missed)])
         while self._ended < complete:
             self._end_next()
         return bool(is_missed)
 
     def _end_next(self) -> None:
-        trainer, world = self._joined
+        trainer, world = self._trainer, self._world
         self._ended += 1
         result = world.versions.read(self._ended)
         if result is not None:
@@ -225,9 +215,8 @@ class PublishedValidation:
 
     def _after(self, steps: int) -> list[int]:
         """Return a validation's step counters, ``steps`` after the epoch's begin, equal on all ranks."""
-        trainer, _ = self._joined
         automatic, manual, batches = self._counters
-        own = step_counters(trainer)
+        own = step_counters(self._trainer)
         each = -(-(own[1] - manual) // max(1, own[2] + 1 - batches))  # steps per batch, in manual optimization
         return [automatic + (steps if own[0] > automatic else 0), manual + each * steps, batches + steps - 1]
 

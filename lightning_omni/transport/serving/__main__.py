@@ -14,13 +14,12 @@ import logging
 import os
 import select
 import sys
-import threading
+from collections.abc import Callable
 
 import msgspec
 import torch
 
 from lightning_omni.server.core import ServerCore
-from lightning_omni.transport import registry
 from lightning_omni.transport.serving.process import (
     Lifeline,
     Ready,
@@ -28,7 +27,7 @@ from lightning_omni.transport.serving.process import (
     can_supervise,
     core_from,
     ignore_signals,
-    load_plugins,
+    listen,
     preload,
     raise_limit_of_files,
     supervise,
@@ -48,28 +47,30 @@ def main() -> int:
     if not line.strip():  # the run has ended without needing a server
         return 0
     settings = msgspec.json.decode(line, type=ServerSettings)
-    if not settings.state or not can_supervise():
-        return _serve(settings, None)
     stdin = sys.stdin.fileno()
 
     def is_over() -> bool:
+        # A killed rank 0 sends nothing, and a forked data loader may hold the other end of the pipe.
         return os.getppid() != parent or bool(select.select([stdin], [], [], 0)[0])
 
+    if not settings.state or not can_supervise():
+        return _serve(settings, is_over, None)
     lifeline = supervise(is_over, lambda text: _log.warning("%s", text), wake_on=[stdin])
-    return lifeline if isinstance(lifeline, int) else _serve(settings, lifeline)
+    if isinstance(lifeline, int):
+        return lifeline
+    return _serve(settings, lambda: lifeline.is_over, lifeline)
 
 
-def _serve(settings: ServerSettings, lifeline: Lifeline | None) -> int:
-    """Serve until the run has ended; ``lifeline`` is None without a supervisor."""
+def _serve(settings: ServerSettings, has_ended: Callable[[], bool], lifeline: Lifeline | None) -> int:
+    """Serve until the run ``has_ended``; ``lifeline`` is None without a supervisor."""
     raise_limit_of_files()
     torch.set_num_threads(settings.threads)
     before = lifeline.report if lifeline is not None else ""
     try:
         with contextlib.redirect_stdout(sys.stderr):  # rank 0 reads the first line of standard output
-            load_plugins(settings)
-        core = core_from(settings)
+            core = core_from(settings)
         states = _restore(settings, core)
-        server = _listen(settings, core, before)
+        server = listen(settings, core, before)
     except Exception as error:
         if before:  # rank 0 already has the address and reads no more
             _log.error("the parameter server could not be started again: %s", error)
@@ -85,12 +86,11 @@ def _serve(settings: ServerSettings, lifeline: Lifeline | None) -> int:
         server.run(until=lambda: False)
         server.close()
         return 0
-    beginning = lifeline or _Parent()
 
     def is_over() -> bool:
         if states is not None:
             states.poll(core)
-        return beginning.is_over
+        return has_ended()
 
     server.run(until=is_over)
     server.farewell("rank 0 has ended, and the parameter server with it")
@@ -109,31 +109,6 @@ def _restore(settings: ServerSettings, core: ServerCore) -> StateDirectory | Non
     if text := states.restore(core):
         _log.warning("%s", text)
     return states
-
-
-def _listen(settings: ServerSettings, core: ServerCore, again: str) -> registry.Served:
-    chosen = registry.from_wire(settings.transport)
-    if settings.number:
-        return chosen.follow(core, settings.coordinator, settings.host, settings.port)
-    if again:
-        return chosen.serve_again(core, again)
-    return chosen.serve(core, settings.host, settings.port)
-
-
-class _Parent:
-    def __init__(self) -> None:
-        self._number, self._is_gone = os.getppid(), threading.Event()
-        threading.Thread(target=self._watch, daemon=True).start()
-
-    @property
-    def is_over(self) -> bool:
-        # A killed rank 0 sends nothing, and a forked data loader may hold the other end of the pipe.
-        return self._is_gone.is_set() or os.getppid() != self._number
-
-    def _watch(self) -> None:
-        with contextlib.suppress(OSError, ValueError):
-            _standard_input().read(1)
-        self._is_gone.set()
 
 
 def _standard_input() -> io.FileIO:

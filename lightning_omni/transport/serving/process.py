@@ -29,7 +29,7 @@ from lightning_omni.errors import ConfigurationError, ConnectionLost
 from lightning_omni.methods.model.modules import module_resolver
 from lightning_omni.methods.model.server_optimizer import resolver
 from lightning_omni.transport import registry
-from lightning_omni.transport.registry import Transport
+from lightning_omni.transport.registry import Served
 from lightning_omni.transport.zeromq.addresses import remove_if_abandoned
 from lightning_omni.wire.formats.base import load_format
 
@@ -72,6 +72,7 @@ class ServerSettings(msgspec.Struct, frozen=True):
     wire_formats: tuple[str, ...] = ()
     transport: dict[str, Any] = msgspec.field(default_factory=lambda: {"name": "zeromq"})
     transports: tuple[str, ...] = ()
+    data_port: int = 0
     servers: int = 1
     number: int = 0
     coordinator: str = ""
@@ -144,16 +145,12 @@ class ServerProcess:
                 with contextlib.suppress(OSError):
                     pipe.close()
 
-    def dismiss(self) -> None:
-        """Request the server's end by a line on its standard input; `stop` waits for it."""
+    def stop(self, timeout: float = 5.0) -> None:
         assert self._process.stdin is not None
         with contextlib.suppress(OSError, ValueError):  # it has ended, or this is not the first call
             self._process.stdin.write(b"\n")
             self._process.stdin.flush()
         self.leave()
-
-    def stop(self, timeout: float = 5.0) -> None:
-        self.dismiss()
         try:
             self._process.wait(timeout)
         except subprocess.TimeoutExpired:
@@ -211,18 +208,17 @@ def raise_limit_of_files() -> None:
 # --- State machine, with user-defined plugins -------------------------------------------------------------------------
 
 
-def load_plugins(settings: ServerSettings) -> list[type[Transport]]:
-    for path in settings.methods:
-        methods.load(path)
-    for path in settings.wire_formats:
-        load_format(path)
-    return [registry.load(path) for path in settings.transports]
-
-
 def core_from(settings: ServerSettings) -> ServerCore:
     from lightning_omni.server.core import ServerCore
     from lightning_omni.server.event_log import RecordFile
 
+    for load, paths in (
+        (methods.load, settings.methods),
+        (load_format, settings.wire_formats),
+        (registry.load, settings.transports),
+    ):
+        for path in paths:
+            load(path)
     return ServerCore(
         bytes.fromhex(settings.key),
         secrets.token_bytes,
@@ -237,6 +233,15 @@ def core_from(settings: ServerSettings) -> ServerCore:
         servers=settings.servers,
         number=settings.number,
     )
+
+
+def listen(settings: ServerSettings, core: ServerCore, again: str = "") -> Served:
+    """Listen as the settings have it, or ``again`` at the address of a server that is gone."""
+    chosen = registry.from_wire(settings.transport)
+    if again:
+        return chosen.serve_again(core, again)
+    ports = settings.host, settings.port, settings.data_port
+    return chosen.follow(core, settings.coordinator, *ports) if settings.number else chosen.serve(core, *ports)
 
 
 # --- Supervisor -------------------------------------------------------------------------------------------------------

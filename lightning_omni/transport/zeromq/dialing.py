@@ -6,6 +6,7 @@ import random
 import secrets
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from functools import partial
 from typing import Any, TypeVar
 
@@ -67,7 +68,7 @@ _PAUSE = 0.1
 """Mean seconds until the next attempt: a server under a flood of strangers may have ended the last one."""
 
 
-class _Ended(Exception):
+class Ended(Exception):
     """The error of a connection that the other side has ended."""
 
 
@@ -91,35 +92,29 @@ class Dialed:
         silence: float = 0.0,
         context: zmq.Context[Any] | None = None,
     ) -> None:
-        self._context, self._owns_context = context or zmq.Context(), context is None
         self._decode = decode or partial(m.decode, at="rank", channel=channel)
-        try:
-            self.wire: zmq.Socket[bytes] = self._context.socket(zmq.DEALER)
-        except BaseException:
-            self._end_context()
-            raise
-        configure(self.wire, largest_frame)
-        self.wire.setsockopt(zmq.IPV6, int("[" in address))
-        # The ranks that wait for answers bound both queues.
-        self.wire.setsockopt(zmq.SNDHWM, 0)
-        self.wire.setsockopt(zmq.RCVHWM, 0)
-        # By default the system retries at growing intervals, and few attempts succeed while strangers crowd the gate.
-        self.wire.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIME)
-        if silence:
-            self.wire.setsockopt(zmq.HEARTBEAT_IVL, SIGN)
-            self.wire.setsockopt(zmq.HEARTBEAT_TIMEOUT, ANSWERED)
-        try:
+        with ExitStack() as stack:  # after an error, too, because a context waits for open sockets
+            if context is None:
+                context = zmq.Context()
+                stack.callback(context.term)
+            self.wire: zmq.Socket[bytes] = context.socket(zmq.DEALER)
+            stack.callback(self.wire.close, 0)
+            configure(self.wire, largest_frame)
+            self.wire.setsockopt(zmq.IPV6, int("[" in address))
+            # The ranks that wait for answers bound both queues.
+            self.wire.setsockopt(zmq.SNDHWM, 0)
+            self.wire.setsockopt(zmq.RCVHWM, 0)
+            # By default the system retries ever later, and few attempts succeed while strangers crowd the gate.
+            self.wire.setsockopt(zmq.CONNECT_TIMEOUT, _CONNECT_TIME)
+            if silence:
+                self.wire.setsockopt(zmq.HEARTBEAT_IVL, SIGN)
+                self.wire.setsockopt(zmq.HEARTBEAT_TIMEOUT, ANSWERED)
             self.monitor = self.wire.get_monitor_socket(zmq.EVENT_DISCONNECTED)
-        except BaseException:  # too many files are open; the context waits for open sockets
-            self.wire.close(0)
-            self._end_context()
-            raise
-        try:
+            stack.callback(self.monitor.close, 0)
+            stack.callback(self.wire.disable_monitor)
             keys.prepare(self.wire, address, "client")
             self.wire.connect(address)
-        except BaseException:
-            self.close()
-            raise
+            self._open = stack.pop_all()
 
     def ask(self, message: m.Message, expect: type[Answer], deadline: float, check: Callable[[], None]) -> Answer:
         """Send a message and return its answer, of type ``expect``.
@@ -130,7 +125,16 @@ class Dialed:
         try:
             self.wire.send(m.encode(message), zmq.NOBLOCK)
         except zmq.Again:  # the CURVE handshake has failed for good
-            raise _Ended from None
+            raise Ended from None
+        answer = self._decode(self.receive(deadline, check))
+        if isinstance(answer, m.RefusedMessage):
+            raise Refused(answer.code, answer.reason)
+        if not isinstance(answer, expect):
+            raise MalformedMessage(f"{expect.__name__} was expected, {type(answer).__name__} came")
+        return answer
+
+    def receive(self, deadline: float, check: Callable[[], None] = lambda: None) -> bytes:
+        """Return the first frame of the next message; see `ask`."""
         poller = zmq.Poller()
         for wire in (self.wire, self.monitor):
             poller.register(wire, zmq.POLLIN)
@@ -138,26 +142,13 @@ class Dialed:
             check()
             if self.monitor in ready:
                 recv_monitor_message(self.monitor)
-                raise _Ended
+                raise Ended
             if time.monotonic() > deadline:
                 raise TimeoutError
-        answer = self._decode(self.wire.recv_multipart()[0])
-        if isinstance(answer, m.RefusedMessage):
-            raise Refused(answer.code, answer.reason)
-        if not isinstance(answer, expect):
-            raise MalformedMessage(f"{expect.__name__} was expected, {type(answer).__name__} came")
-        return answer
+        return self.wire.recv_multipart()[0]
 
     def close(self) -> None:
-        if not self.wire.closed:
-            self.wire.disable_monitor()
-            self.monitor.close(0)
-            self.wire.close(0)
-            self._end_context()
-
-    def _end_context(self) -> None:
-        if self._owns_context:
-            self._context.term()
+        self._open.close()
 
 
 def dial(
@@ -186,7 +177,7 @@ def dial(
         except TimeoutError:
             attempt.close()
             raise ConnectionLost(silence) from None
-        except _Ended:
+        except Ended:
             attempt.close()
             if time.monotonic() > deadline:
                 raise Refused(

@@ -294,20 +294,17 @@ class _Listener:
         self.forget(descriptor)
         if self.gate is not None:
             self.gate.came()
-        try:
-            own = os.dup(descriptor)
-        except OSError:  # it is gone already
-            return
-        try:
-            wire = socket.socket(fileno=own)
-        except OSError:  # the descriptor belongs to another file now
-            os.close(own)
-            return
-        try:
-            origin = f" from {wire.getpeername()[0]}"
-        except OSError:
+        with contextlib.suppress(OSError):  # it is gone already
+            wire = _duplicate(descriptor)
             origin = ""
-        self.strangers[descriptor] = _Stranger(wire, time.monotonic(), origin)
+            with contextlib.suppress(OSError):
+                origin = f" from {wire.getpeername()[0]}"
+            self.strangers[descriptor] = _Stranger(wire, time.monotonic(), origin)
+
+
+def _duplicate(descriptor: int) -> socket.socket:
+    """Return a socket with a descriptor of its own; an address of either family fits into this one."""
+    return socket.fromfd(descriptor, socket.AF_INET6, socket.SOCK_STREAM)
 
 
 def _abort(wire: socket.socket) -> None:
@@ -326,13 +323,10 @@ def _abort(wire: socket.socket) -> None:
 def received_by(descriptor: int) -> int:
     """Return the bytes that a connection has received, by its descriptor; 0 if that is not known."""
     try:
-        wire = socket.socket(fileno=descriptor)
+        with _duplicate(descriptor) as wire:
+            return _traffic(wire)[1]
     except OSError:  # it has ended
         return 0
-    try:
-        return _traffic(wire)[1]
-    finally:
-        wire.detach()
 
 
 def _traffic(wire: socket.socket) -> tuple[int, int]:
@@ -373,7 +367,7 @@ class Gate:
     """A gate on a listening TCP socket; without Linux's socket filters it is always open."""
 
     def __init__(self, descriptor: int, now: float) -> None:
-        self._wire = socket.socket(fileno=os.dup(descriptor))
+        self._wire = _duplicate(descriptor)
         self._left, self._since = BURST, now
         self.is_shut = False
 

@@ -6,7 +6,8 @@ import math
 import secrets
 import time
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import NamedTuple
 
 import zmq
@@ -14,7 +15,7 @@ import zmq
 from lightning_omni.errors import ConnectionLost
 from lightning_omni.transport.connections import Answer, answer_of
 from lightning_omni.transport.zeromq.addresses import check_address
-from lightning_omni.transport.zeromq.dialing import Dialed, dial
+from lightning_omni.transport.zeromq.dialing import Dialed, Ended, dial
 from lightning_omni.transport.zeromq.frames import LARGEST_ANSWER_FRAME, PROBE
 from lightning_omni.transport.zeromq.keys import RunKeys
 from lightning_omni.wire import handshake
@@ -127,25 +128,24 @@ class Observer:
     def _send(self, frames: Sequence[bytes]) -> float:
         """Send a message; return the time before that: the answer may arrive during it."""
         began = time.perf_counter()
-        try:
+        with self._reporting_loss():
             self._dialed.wire.send_multipart(frames, zmq.NOBLOCK)
-        except zmq.Again:
-            raise ConnectionLost(f"the parameter server at {self.address} is gone") from None
         return began
 
     def _receive(self, expect: type[Answer]) -> Answer:
-        wire, deadline = self._dialed.wire, time.monotonic() + ANSWER_TIMEOUT
-        poller = zmq.Poller()
-        for each in (wire, self._dialed.monitor):
-            poller.register(each, zmq.POLLIN)
+        deadline = time.monotonic() + ANSWER_TIMEOUT
+        with self._reporting_loss():
+            while (frame := self._dialed.receive(deadline)) == PROBE:
+                pass
+        return answer_of(m.decode(frame, at="rank", channel=m.CONTROL), expect)
+
+    @contextmanager
+    def _reporting_loss(self) -> Iterator[None]:
         try:
-            while (left := deadline - time.monotonic()) > 0:
-                ready = dict(poller.poll(int(1000 * left) + 1))
-                if wire in ready:
-                    if (frame := wire.recv_multipart()[0]) != PROBE:
-                        return answer_of(m.decode(frame, at="rank", channel=m.CONTROL), expect)
-                elif ready:
-                    raise zmq.Again
-        except zmq.Again:
+            yield
+        except (zmq.Again, Ended):
             raise ConnectionLost(f"the parameter server at {self.address} is gone") from None
-        raise ConnectionLost(f"the parameter server at {self.address} did not answer within {ANSWER_TIMEOUT:.0f} s")
+        except TimeoutError:
+            raise ConnectionLost(
+                f"the parameter server at {self.address} did not answer within {ANSWER_TIMEOUT:.0f} s"
+            ) from None

@@ -22,7 +22,7 @@ from lightning_omni.methods import Inbox
 from lightning_omni.methods.contract import Total
 from lightning_omni.transport.connections import Address
 from lightning_omni.transport.zeromq.addresses import is_private, own_host, sibling, tcp_endpoint
-from lightning_omni.transport.zeromq.dialing import Dialed, SuspendAwareClock, attach, dial
+from lightning_omni.transport.zeromq.dialing import Dialed, Ended, SuspendAwareClock, attach, dial
 from lightning_omni.transport.zeromq.frames import CHUNK_MARK, LARGEST_DATA_FRAME, Assembly, chunks
 from lightning_omni.transport.zeromq.guard import ConnectionGuard
 from lightning_omni.transport.zeromq.keys import RunKeys
@@ -210,47 +210,50 @@ class PeerConnections:
         self.dropped = self.moved = 0
 
     def read(self, group: int, optimizer: int) -> list[Tensor] | None:
-        published, layout = self._ask(group, m.ReadPublished(optimizer=optimizer)), self._layouts[optimizer]
-        if published is None or not published.number:
+        layout = self._layouts[optimizer]
+        if not self._is_there(group):
             return None
-        if not _fits(self._format, published.nbytes, layout):
-            self._drop(group)  # the group has another layout for now; this discards the payload under way
-            return None
-        assembly = Assembly(published, torch.empty(published.nbytes, dtype=torch.uint8))
-        while not assembly.is_complete:
-            frames = self._receive(group)
-            if frames is None:
+        try:
+            self._wire(group).send(m.encode(m.ReadPublished(optimizer=optimizer)), zmq.NOBLOCK)
+            published = self._answer(group)
+            if not isinstance(published, m.Published) or not published.number:
                 return None
-            assembly.add(frames[-1].buffer)
+            if not _fits(self._format, published.nbytes, layout):
+                self._drop(group)  # the group has another layout for now; this discards the payload under way
+                return None
+            assembly = Assembly(published, torch.empty(published.nbytes, dtype=torch.uint8))
+            while not assembly.is_complete:
+                assembly.add(self._receive(group)[-1].buffer)
+        except (Ended, zmq.Again):
+            self._give_up(group)
+            return None
         self.moved += published.nbytes
         return layout.views(decode(self._format, assembly.buffer, layout, Memory()))
 
     def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
-        if not self._takes(group):
+        if not self._is_there(group):
             return
-        buffer = self._format.encode(tensors, self._layouts[optimizer], {}, Memory()).payload
-        self._send(group, [m.encode(m.PeerMessage(optimizer=optimizer, nbytes=buffer.numel()))])
-        for chunk in chunks(buffer):
-            self._send(group, [CHUNK_MARK, chunk])
+        try:  # requests and UNREAD bound the queue: sending blocks only without a connection
+            wire = self._wire(group)
+            while self._unread[group] and wire.poll(0):
+                wire.recv_multipart()
+                self._unread[group] -= 1
+            if self._unread[group] >= UNREAD:
+                self.dropped += 1
+                if self.dropped == 1:
+                    text = "group %d receives weights more slowly than they are sent to it; some are dropped"
+                    _log.warning(text, group)
+                return
+            buffer = self._format.encode(tensors, self._layouts[optimizer], {}, Memory()).payload
+            wire.send(m.encode(m.PeerMessage(optimizer=optimizer, nbytes=buffer.numel())), zmq.NOBLOCK)
+            for chunk in chunks(buffer):
+                wire.send_multipart([CHUNK_MARK, chunk], zmq.NOBLOCK, copy=False)
+        except (Ended, zmq.Again):
+            self.dropped += 1
+            self._give_up(group)
+            return
         self._unread[group] += 1
         self.moved += buffer.numel()
-
-    def _takes(self, group: int) -> bool:
-        if group not in self._addresses or self._is_lost(group):
-            return False
-        wire = self._wire(group)
-        if wire is None:
-            self.dropped += 1
-            return False
-        while self._unread[group] and wire.poll(0):
-            wire.recv_multipart()
-            self._unread[group] -= 1
-        if self._unread[group] >= UNREAD:
-            self.dropped += 1
-            if self.dropped == 1:
-                _log.warning("group %d receives weights more slowly than they are sent to it; some are dropped", group)
-            return False
-        return True
 
     def grow(self, optimizer: int, layout: Layout) -> None:
         self._layouts[optimizer] = layout
@@ -269,7 +272,11 @@ class PeerConnections:
         self._dialed.clear()
         self._unread.clear()
 
-    def _wire(self, group: int) -> zmq.Socket[bytes] | None:
+    def _is_there(self, group: int) -> bool:
+        return group in self._addresses and not self._is_lost(group)
+
+    def _wire(self, group: int) -> zmq.Socket[bytes]:
+        """Return the connection to a group, opened if necessary; raise `Ended` if it cannot be."""
         if self._has_ended(group):
             self._drop(group)
         if group not in self._dialed:
@@ -285,56 +292,35 @@ class PeerConnections:
                     lambda: self._still_wanted(group),
                 )
             except ConnectionLost:
-                self._give_up(group)
-                return None
+                raise Ended from None
         return self._dialed[group].wire
 
     def _has_ended(self, group: int) -> bool:
         """Return whether a connection has ended; ZeroMQ's own reconnection is not admitted."""
         return group in self._dialed and bool(self._dialed[group].monitor.poll(0))
 
-    def _send(self, group: int, frames: list[Any]) -> bool:
-        try:  # requests and UNREAD bound the queue: sending blocks only without a connection
-            self._dialed[group].wire.send_multipart(frames, zmq.NOBLOCK, copy=False)
-        except (zmq.Again, KeyError):
-            self._give_up(group)
-            return False
-        return True
-
     def _still_wanted(self, group: int) -> None:
         self._check()
         if self._is_lost(group):
             raise ConnectionLost(f"group {group} is gone")
 
-    def _ask(self, group: int, question: m.ReadPublished) -> m.Published | None:
-        if group not in self._addresses or self._is_lost(group):
-            return None
-        if self._wire(group) is None or not self._send(group, [m.encode(question)]):
-            return None
-        published = self._answer(group)
-        return published if isinstance(published, m.Published) else None
-
-    def _answer(self, group: int) -> m.Message | None:
-        frames = self._receive(group)
-        while frames is not None and self._unread[group]:  # acknowledges an earlier message
+    def _answer(self, group: int) -> m.Message:
+        while self._unread[group]:
+            self._receive(group)  # acknowledges an earlier message
             self._unread[group] -= 1
-            frames = self._receive(group)
-        if frames is None:
-            return None
-        answer: m.Message = m.decode(frames[0].buffer, at="rank", channel=m.PEER)
+        answer: m.Message = m.decode(self._receive(group)[0].buffer, at="rank", channel=m.PEER)
         if isinstance(answer, m.RefusedMessage):
             raise Refused(answer.code, f"group {group} refused: {answer.reason}")
         return answer
 
-    def _receive(self, group: int) -> list[Any] | None:
+    def _receive(self, group: int) -> list[Any]:
         clock = SuspendAwareClock()
         deadline = clock() + self._timeout
         wire = self._dialed[group].wire
         while not wire.poll(_SLICE):
             self._check()
             if self._is_lost(group) or clock() > deadline or self._has_ended(group):
-                self._give_up(group)
-                return None
+                raise Ended
         return wire.recv_multipart(copy=False)
 
     def _give_up(self, group: int) -> None:

@@ -7,8 +7,7 @@ import errno
 import logging
 import platform
 import secrets
-import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from functools import cache
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
@@ -58,7 +57,6 @@ from lightning_omni.transport.zeromq.shared_memory import (
 )
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.messages import ProcessInfo
 from lightning_omni.wire.messages import servers as sm
 from lightning_omni.wire.messages.servers import FollowerProof
 
@@ -141,7 +139,7 @@ PACKAGES = ("lightning-omni", "torch", "pytorch-lightning", "lightning", "pyzmq"
 
 
 @cache
-def versions() -> Mapping[str, str]:
+def versions() -> dict[str, str]:
     found = {"python": platform.python_version(), "libzmq": zmq.zmq_version()}
     return {**found, **{package: number for package in PACKAGES if (number := _version(package))}}
 
@@ -151,10 +149,6 @@ def _version(package: str) -> str:
         return version(package)
     except PackageNotFoundError:
         return ""
-
-
-def about() -> ProcessInfo:
-    return ProcessInfo(dict(versions()), time.time())
 
 
 # --- Loop -------------------------------------------------------------------------------------------------------------
@@ -231,7 +225,7 @@ class ZeroMQServer:
         self.address = self._sockets[m.CONTROL].getsockopt_string(zmq.LAST_ENDPOINT)
         # Makes sending to a lost peer fail.
         self._sockets[m.CONTROL].setsockopt(zmq.ROUTER_MANDATORY, 1)
-        core.about, core.limits.hears_connections = about, True
+        core.versions, core.limits.hears_connections = versions(), True
         core.data_port = urlsplit(self._sockets[m.DATA].getsockopt_string(zmq.LAST_ENDPOINT)).port or 0
         self.shared = SharedMemory(
             lambda rank: core.roster.data_connection(rank),

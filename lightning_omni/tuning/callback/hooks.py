@@ -8,7 +8,6 @@ import sys
 import threading
 from collections.abc import Mapping
 from contextlib import suppress
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -38,14 +37,6 @@ _SMALLER = ("loss", "error")
 """Parts of the names of metrics that are better if smaller."""
 _LARGER = {"acc", "accuracy", "auc", "auroc", "f1", "precision", "recall", "dice", "iou", "bleu", "map", "ndcg", "r2"}
 """Words in the names of metrics that are better if larger."""
-
-
-@dataclass(frozen=True)
-class RemoteResults:
-    searches: list[Search] = field(default_factory=list)
-    choice: Choice | None = None
-    problem: str = ""
-    folder: Path | None = None
 
 
 class OmniTunerHooks(_CallbackBase):
@@ -139,7 +130,7 @@ class OmniTunerHooks(_CallbackBase):
         self._mode = mode or ("min" if is_lower_better else "max")
         self._fit: Fit | None = None
         self._kept: dict[str, Any] = {}
-        self._remote = RemoteResults()
+        self._problem, self._folder = "", ""  # of a fit in other processes
         self._stage = ""
 
     @property
@@ -163,22 +154,28 @@ class OmniTunerHooks(_CallbackBase):
     @property
     def searches(self) -> list[Search]:
         """Return the run's searches."""
-        return self._remote.searches if self._fit is None else self._fit.run.searches
+        if self._fit is not None:
+            return self._fit.run.searches
+        return [Round.from_dict(each).search for each in self._kept.get("searches", ())]
 
     @property
     def choice(self) -> Choice | None:
         """Return the latest choice, on rank 0."""
-        return self._remote.choice if self._fit is None else self._fit.run.choice
+        if self._fit is not None:
+            return self._fit.run.choice
+        return last_choice(self.searches, TunerState.from_dict(self._kept))
 
     @property
     def problem(self) -> str:
         """Return why nothing was searched."""
-        return self._remote.problem if self._fit is None else self._fit.run.problem
+        return self._problem if self._fit is None else self._fit.run.problem
 
     @property
     def folder(self) -> Path | None:
         """Return the report's folder, on rank 0."""
-        return self._remote.folder if self._fit is None else self._fit.run.folder
+        if self._fit is not None:
+            return self._fit.run.folder
+        return Path(self._folder) if self._folder else None
 
     # --- Set-up -------------------------------------------------------------------------------------------------------
 
@@ -218,7 +215,7 @@ class OmniTunerHooks(_CallbackBase):
 
     @override
     def on_train_epoch_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._fitting.epoch_starts()
+        self._fitting.interrupted()
 
     @override
     def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
@@ -239,7 +236,7 @@ class OmniTunerHooks(_CallbackBase):
     @override
     def on_validation_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         if self._fit is not None:
-            self._fit.validation_starts()
+            self._fit.interrupted()
 
     @override
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -276,11 +273,7 @@ class OmniTunerHooks(_CallbackBase):
 
     def take_omni_results(self, results: dict[str, Any]) -> None:
         """Load the results of rank 0's process in the script's process."""
-        self._kept = results["state"]
-        searches = [Round.from_dict(each).search for each in self._kept.get("searches", ())]
-        choice = last_choice(searches, TunerState.from_dict(self._kept)) if searches else None
-        folder = Path(results["folder"]) if results["folder"] else None
-        self._remote = RemoteResults(searches, choice, results["problem"], folder)
+        self._kept, self._problem, self._folder = results["state"], results["problem"], results["folder"]
 
     @property
     def _fitting(self) -> Fit:

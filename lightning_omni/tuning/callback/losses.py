@@ -67,7 +67,6 @@ class TrainingLosses(Serializable):
     Attributes:
         first: loss at the start of the run.
         windows: mean loss of each window: an epoch, or a part of one.
-        setting: the setting of these windows.
         is_stale: whether its gradients are stale, because each group's gradient makes a step of its own.
         next_trial: number of windows after which another trial may begin.
 

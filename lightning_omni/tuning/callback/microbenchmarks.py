@@ -50,10 +50,7 @@ def seconds_per_byte(timed: Callable[[int], float], nbytes: int) -> float:
 class Sites(NamedTuple):
     """The nodes or sites of the members, and the times of messages inside one of them.
 
-    Attributes:
-        of: node or site of each member; empty if all are on one node.
-        round_trip: seconds of a nearly empty message inside one and its answer; 0 if unknown.
-        per_byte: seconds of each byte of such a message, one way; 0 if unknown.
+    The fields are `Measured.nodes`, `Measured.node_round_trip` and `Measured.node_per_byte`.
     """
 
     of: tuple[int, ...]
@@ -102,19 +99,16 @@ class Microbenchmarks:
 
     @cached_property
     def copy_per_byte(self) -> float:
-        """Return `Measured.copy_per_byte` of rank 0."""
         if not self._has_device:
             return 0.0
         return gather(self._world, [seconds_per_byte(self._seconds_of_copy, self.nbytes)])[0][0]
 
     @cached_property
     def host_per_byte(self) -> float:
-        """Return `Measured.host_per_byte`."""
         return seconds_per_byte(self._seconds_between_hosts, self.nbytes) if self._has_device else 0.0
 
     @cached_property
     def nodes(self) -> Sites:
-        """Return the nodes, and the times of messages within the first that has two ranks."""
         nodes = self._world.server.nodes_of(self._world.members)
         places = [[place for place, each in enumerate(nodes) if each == node] for node in dict.fromkeys(nodes)]
         pair = next((each[:2] for each in places if len(each) > 1), None)

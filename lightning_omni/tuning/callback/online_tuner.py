@@ -14,7 +14,6 @@ from typing import TypeVar
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
 
 from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.runtime.balance import Balance, gather_values
@@ -61,11 +60,6 @@ class TimedStep:
     squares: tuple[float, ...] = ()
 
 
-def _rate_of(optimizers: Sequence[Optimizer]) -> float:
-    group = optimizers[0].param_groups[0]
-    return float(group.get("initial_lr", group["lr"]))  # which a scheduler that a hook steps multiplies
-
-
 class FirstBatches:
     """The timing of a run's first steps, on every rank of one group.
 
@@ -85,7 +79,7 @@ class FirstBatches:
         self._steps: list[TimedStep] = []
         self._losses: list[Tensor] = []
         self._count = self._measured = 0
-        self._loaded, self.lr = 0.0, math.nan  # the rate after the first of these steps
+        self._loaded = 0.0
         self._moments = list(DECISION_STEPS[1:] if before else DECISION_STEPS)
         self._seen = 0
         batch = batch_size_of(loader_of(strategy.parts.trainer))
@@ -107,8 +101,6 @@ class FirstBatches:
             is_known = self._has_means and len(batches) == 1  # accumulated gradients are sums
             squares = tuple(each / scale**2 for each in self._balance.squares.tolist()) if is_known else ()
             self._steps.append(TimedStep(int(samples), own, seconds, mean, loading, squares))
-        if not self._count:
-            self.lr = _rate_of(self._strategy.optimizers)
         self._measured, self._loaded, self._losses = len(self._balance.measured), self._balance.loading, []
         self._count += 1
 
@@ -242,7 +234,7 @@ class OnlineTuner:
     """The tuning of a run by its own first batches.
 
     Once batches are split, they are timed again: equal batches do not show whether a slow rank takes longer for each
-    sample or for each step.
+    sample or for each step. All ranks call the public methods.
     """
 
     def __init__(
@@ -274,7 +266,7 @@ class OnlineTuner:
         self._batches = FirstBatches(run.strategy, spec)
 
     def begin_again(self, reason: str) -> None:
-        """Restore the user's own setting, in one group, and time it again. All ranks call it.
+        """Restore the user's own setting, in one group, and time it again.
 
         Only the last decision may then be that nothing is faster.
         """
@@ -284,7 +276,7 @@ class OnlineTuner:
         self._applied.restore_user_setting()
         run.state.unfinished = True
         # One group's speed is no reason to begin again, if the epoch is too short for a choice.
-        self._speed_record.changed(in_mid_epoch=run.strategy.parts.epochs.is_open)
+        self._speed_record.changed()
         hyperparameters = run.hyperparameters()
         self._deciding, self._known, self._is_patient = 0.0, [], True
         spec = self._space.specification(hyperparameters, self._applied.seconds_to_form)
@@ -305,7 +297,7 @@ class OnlineTuner:
     def batch_done(self, loss: Tensor | None) -> None:
         """Record a batch, if batches are timed; start a decision that is due, or poll the one in progress.
 
-        Both happen only after an optimizer step, and not at the last batch of an epoch. All ranks call it.
+        Both happen only after an optimizer step, and not at the last batch of an epoch.
         """
         batches, trainer = self._batches, self._run.trainer
         if batches is None:
@@ -333,12 +325,7 @@ class OnlineTuner:
     # --- Decisions ----------------------------------------------------------------------------------------------------
 
     def _begin_to_decide(self, batches: FirstBatches) -> None:
-        """Start a decision on every rank; all ranks keep training until rank 0 has decided."""
         began, run = time.perf_counter(), self._run
-        if not run.trainer.lr_scheduler_configs and not math.isclose(_rate_of(run.trainer.optimizers), batches.lr):
-            if batches.spec.space.groups != (1,):
-                run.info("OmniTuner: groups are not tried: a hook sets the learning rate; use a scheduler")
-            batches.keep_one_group()
         decision = self._decision = _Decision(batches.seen())
         if run.is_rank_zero:
             decision.found = run_in_background(self._finding(decision, batches))
@@ -348,7 +335,6 @@ class OnlineTuner:
         self._poll_decision(decision)
 
     def _poll_decision(self, decision: _Decision) -> None:
-        """Conclude if rank 0 has decided. All ranks call it."""
         began, run = time.perf_counter(), self._run
         is_over = False
         if run.broadcast(int(decision.found is not None and decision.found.done())):
@@ -364,7 +350,7 @@ class OnlineTuner:
             self._deciding = 0.0
 
     def _conclude(self, decision: _Decision) -> bool:
-        """Carry out a decision, or continue timing; return whether anything was decided. All ranks call it."""
+        """Carry out a decision, or continue timing; return whether anything was decided."""
         run, batches = self._run, self._batches
         assert batches is not None
         command = run.broadcast_command(self._command(decision, batches.spec))
@@ -395,7 +381,7 @@ class OnlineTuner:
         return command is not None
 
     def epoch_done(self, is_last: bool) -> None:
-        """Adopt a postponed choice, unless the run ends here. All ranks call it."""
+        """Adopt a postponed choice, unless the run ends here."""
         if self._postponed is not None and not is_last:
             began, run = time.perf_counter(), self._run
             self.adopt(self._postponed)
@@ -439,7 +425,6 @@ class OnlineTuner:
             return Command(spec.start, error=str(error))
 
     def adopt(self, command: Command) -> None:
-        """Train with the setting of a command from now on. All ranks call it."""
         run = self._run
         if command.setting == run.own and run.state.setting in (None, run.own):
             run.state.setting = command.setting
@@ -449,7 +434,7 @@ class OnlineTuner:
             self._applied.apply(command)
         self._applied.watch(command.divergence_threshold, keeps=True)
         run.state.rounds, run.state.learnt_below = run.state.rounds + 1, command.learnt_below
-        self._speed_record.changed(in_mid_epoch=run.strategy.parts.epochs.is_open)
+        self._speed_record.changed()
         self._reports.chosen(command)
 
 

@@ -23,7 +23,7 @@ from lightning_omni.strategy.lightning_internals.callbacks import copy_averages_
 from lightning_omni.strategy.lightning_internals.loops import will_step
 from lightning_omni.tuning.callback.losses import TrainingLosses, TrialOutcome, is_falling
 from lightning_omni.tuning.callback.settings import AppliedSetting
-from lightning_omni.tuning.callback.speed import SpeedHistory, SpeedRecord
+from lightning_omni.tuning.callback.speed import SpeedRecord
 from lightning_omni.tuning.callback.tuned_run import Command, TunedRun, TunerReports
 from lightning_omni.tuning.search import constants as c
 
@@ -34,20 +34,18 @@ class UserSettingTrial:
 
     Attributes:
         length: steps of the trial, unless its loss falls for longer.
-        before: the run's state before the trial.
         losses: losses of its batches, on this rank.
     """
 
     length: int
     end: int
-    speeds: SpeedHistory
     before: RollbackPoint
     losses: list[Tensor] = field(default_factory=list)
     taken: int = 0
 
 
 class PlateauGuard:
-    """A watch for plateaus of the training loss, which tries the user's own setting there.
+    """A watch for plateaus of the training loss, which begins trials. All ranks call its methods.
 
     A trial begins where all groups synchronize, and ends inside an epoch, or with training.
     """
@@ -72,14 +70,12 @@ class PlateauGuard:
             self._end(trial)
 
     def synchronized(self, ends_epoch: bool) -> None:
-        """Update the windows after a synchronization of all groups. All ranks call it."""
         is_followed = self.trial is None and self._is_watched
         if not is_followed or self._follow(least=int(ends_epoch and not self._is_inside)):
             self._noted, self._is_inside = [], not ends_epoch
 
     @property
     def is_due(self) -> bool:
-        """Return whether a trial is due at a synchronization of all groups. All ranks call it."""
         if not self._is_watched:
             return False
         run = self._run
@@ -91,21 +87,17 @@ class PlateauGuard:
 
     @property
     def has_learnt(self) -> bool:
-        """Return whether the run has learnt since the choice, as far as is known; the same on all ranks."""
+        """Return whether the run has learnt since the choice, as far as is known."""
         return not self._is_watched or math.isnan(self._run.state.learnt_below)
 
     @property
     def _is_watched(self) -> bool:
-        """Return whether a trial may replace the choice; the same on all ranks."""
         state = self._run.state
         is_chosen = state.setting is not None and not state.is_final and not self._applied.is_user_setting
         return self._run.may_change_inside and is_chosen  # a trial ends inside an epoch
 
     def _follow(self, least: int) -> bool:
-        """Add as many windows as the recorded batches fill, at least ``least``; return whether there are any.
-
-        All ranks call it.
-        """
+        """Add as many windows as the recorded batches fill, at least ``least``; return whether there are any."""
         run, state = self._run, self._run.state
         if state.setting != state.losses.setting:
             is_stale = run.world.method.updates_per_batch(run.setting.groups) > 1
@@ -148,7 +140,6 @@ class PlateauGuard:
         return later + (max(0.0, run.samples_per_epoch - epochs.samples) / self._batch if epochs.is_open else 0.0)
 
     def begin_trial(self) -> None:
-        """Begin a trial of the user's own setting. All ranks call it."""
         run, curve = self._run, self._run.state.losses
         steps = self._length
         starts_over = not self.has_learnt and self._applied.rollback_point is not None
@@ -159,10 +150,10 @@ class PlateauGuard:
         )
         before = self._applied.begin_trial(starts_over)
         curve.trial_begins()
-        self.trial = UserSettingTrial(steps, steps, self._speed_record.stash_speeds(), before)
+        self._speed_record.changed()
+        self.trial = UserSettingTrial(steps, steps, before)
 
     def ended(self) -> None:
-        """Restore the weights from before a trial that has raised the loss when training ends. All ranks call it."""
         trial, self.trial = self.trial, None
         if trial is None:
             return
@@ -172,12 +163,11 @@ class PlateauGuard:
             copy_averages_to_module(self._run.trainer)
 
     def _losses(self, trial: UserSettingTrial) -> list[float]:
-        """Return each batch's mean loss over ranks. All ranks call it."""
         summed = self._run.strategy.reduce(torch.stack(trial.losses), reduce_op="mean") if trial.losses else None
         return [] if summed is None else list(summed.tolist())
 
     def _end(self, trial: UserSettingTrial) -> None:
-        """Keep the user's own setting, extend the trial, or restore the setting before it. All ranks call it."""
+        """Keep the user's own setting, extend the trial, or restore the setting before it."""
         run, state = self._run, self._run.state
         losses = self._losses(trial)
         outcome = TrialOutcome.of(losses, state.losses)
@@ -194,7 +184,7 @@ class PlateauGuard:
             why = "it lowers the training loss further"
         else:
             self._applied.end_trial(trial.before if outcome is TrialOutcome.WORSE else None)
-            self._speed_record.restore_speeds(trial.speeds)
+            self._speed_record.changed()
             why = "your own setting, which was tried, does not lower the training loss further"
         self._reports.chosen(Command(run.setting, why=why))
 

@@ -31,7 +31,6 @@ from lightning_omni.tuning.search.space import (
     DEFAULT_ALL_REDUCES,
     DEFAULT_METHODS,
     DEFAULT_WIRES,
-    UNBOUNDED,
     apply_further,
     compression_named,
     is_plain,
@@ -92,10 +91,6 @@ class FitSpace:
         return Space.of(self._run.options.space, self._run.world.size).rebalance
 
     def specification(self, hyperparameters: Hyperparameters, switch: float) -> SearchSpec:
-        """Return the specification of a search that starts from the user's own setting.
-
-        ``switch`` are the measured or assumed seconds to form groups.
-        """
         run = self._run
         start = self._start(hyperparameters)
         return SearchSpec(
@@ -104,8 +99,6 @@ class FitSpace:
             run.horizon,
             self._space(hyperparameters, start),
             hyperparameters.scaling,
-            seconds=min(run.seconds_left, UNBOUNDED),
-            ends_by_time=run.ends_by_time,
             switch=switch,
             budget=run.options.budget,
             allowance=run.options.budget * run.seconds - run.spent,
@@ -191,7 +184,6 @@ def _text_of_wire(given: Compression) -> str:
 
 
 def communication_of(setting: Setting, current: Communication) -> Communication:
-    """Return the communication of a setting; properties that it leaves open stay."""
     method, wire, overlap, all_reduce = current
     if setting.method:
         method, overlap = method_named(setting.method), setting.overlap
@@ -215,7 +207,7 @@ def communicate(strategy: OmniStrategyHooks, wanted: Communication) -> bool:
 
 
 class AppliedSetting:
-    """The setting of one fit.
+    """The setting of one fit. All ranks call its methods.
 
     Attributes:
         seconds_to_form: seconds that the last formation of several groups took; `FORMING` before the first.
@@ -236,18 +228,16 @@ class AppliedSetting:
         self.rollback_point = self._now()
 
     def apply(self, command: Command) -> None:
-        """Train with the setting of a command from now on. All ranks call it."""
-        run, state, hyperparameters = self._run, self._run.state, self._run.hyperparameters()
+        state, hyperparameters = self._run.state, self._run.hyperparameters()
         hyperparameters.set_momentum(command.setting.momentum)
         hyperparameters.make_default()
-        hyperparameters.scale(command.setting.lr / run.own.lr / state.scaled)
         state.setting = command.setting
         state.speeds = sorted(command.speeds.items()) if command.speeds and command.by_speed else []
         self.form(command.setting, command.speeds, command.by_speed)
 
     def form(self, setting: Setting, speeds: Mapping[int, float] | None = None, by_speed: bool = False) -> None:
-        """Form the groups of a setting. All ranks call it."""
         strategy, world, began = self._run.strategy, self._run.world, time.perf_counter()
+        world.rate_factor = self._run.state.scaled
         communicates = communicate(strategy, communication_of(setting, world.communication)) and setting.groups > 1
         if setting.groups > 1:
             if self._pushes not in (None, type(world.method)):  # a residual has the units of what its method pushes
@@ -271,7 +261,7 @@ class AppliedSetting:
             self.seconds_to_form = time.perf_counter() - began
 
     def split_by_speed(self) -> bool:
-        """Split batches by speed from now on, where that pays; return whether that is possible. All ranks call it."""
+        """Split batches by speed from now on, where that pays; return whether that is possible."""
         strategy = self._run.strategy
         if strategy.parts.epochs.leases is None:
             return False
@@ -281,7 +271,6 @@ class AppliedSetting:
         return True
 
     def restore_user_setting(self) -> None:
-        """Restore the user's own setting, in one group. All ranks call it."""
         self._run.strategy.parts.grouping.merge()
         self.apply(Command(self._run.own))
         self._guard = self.rollback_point = None  # they belong to the choice that is undone
@@ -325,14 +314,13 @@ class AppliedSetting:
 
     @property
     def has_diverged(self) -> bool:
-        """Return whether the run has diverged with the present setting. All ranks call it."""
         if self._guard is None:
             return False
         mean = self._guard.mean(torch.zeros((), device=self._run.strategy.root_device))
         return self._guard.is_worse(*self._run.strategy.reduce(mean, reduce_op="sum").tolist())
 
     def capture_weights(self) -> None:
-        """Store the present weights in the rollback point, unless a rank's are no longer finite. All ranks call it."""
+        """Store the present weights in the rollback point, unless a rank's are no longer finite."""
         if self._guard is None or self.rollback_point is None:
             return
         # If one rank refuses, all do: a rollback would otherwise leave them with different weights.
@@ -340,20 +328,13 @@ class AppliedSetting:
             self.rollback_point.keep_weights()
 
     def roll_back(self) -> Command:
-        """Restore the rollback point, in one group with the user's own setting; report how. All ranks call it.
-
-        A run that has diverged in one group, with the user's all-reduce and own dimensions, keeps its setting with
-        smaller steps.
-        """
+        """Restore the rollback point, in one group with the user's own setting; report how."""
         run, state, was = self._run, self._run.state, self._run.setting
         assert self.rollback_point is not None
         run.strategy.parts.grouping.merge()
         self.return_to(self.rollback_point)
         state.is_final = True
-        if was.groups == 1 and (was.all_reduce, was.further) == (run.own.all_reduce, run.own.further):
-            self._train_in_one_group(replace(was, lr=was.lr / c.RATE_FACTOR))
-        else:
-            self._train_in_one_group(run.own)
+        self._train_in_one_group(run.own)
         run.renew_choice()
         self.watch(state.divergence_threshold)
         why = f"the run has diverged with {was}, and is rolled back to its weights after the last good epoch or search"
@@ -365,7 +346,7 @@ class AppliedSetting:
         return RollbackPoint.of(run.module, run.trainer.optimizers, run.world.core, averages, scaler)
 
     def return_to(self, point: RollbackPoint) -> None:
-        """Restore a rollback point, where all ranks are one group. All ranks call it."""
+        """Restore a rollback point, where all ranks are one group."""
         point.restore(self._run.world.core)
         restart_empty_averages(self._run.trainer)
         self._run.world.reduction.forget()
@@ -373,7 +354,7 @@ class AppliedSetting:
     # --- Trials of the user's own setting -----------------------------------------------------------------------------
 
     def begin_trial(self, starts_over: bool) -> RollbackPoint:
-        """Train with the user's own setting in one group; return the state before. All ranks call it.
+        """Train with the user's own setting in one group; return the state before.
 
         With ``starts_over``, the trial begins from the rollback point, if any.
         """
@@ -389,22 +370,24 @@ class AppliedSetting:
         return before
 
     def end_trial(self, to: RollbackPoint | None) -> None:
-        """Train with the setting before the trial again, from the state ``to`` if given. All ranks call it."""
-        run, state = self._run, self._run.state
-        before = state.before_trial
+        """Train with the setting before the trial again, from the state ``to`` if given."""
+        before = self._run.state.before_trial
         assert before is not None
         if to is not None:
             self.return_to(to)
-        before = replace(before, groups=min(before.groups, len(run.world.live_ranks)))
-        speeds = dict(state.speeds) or None
-        state.before_trial = None
-        self.apply(Command(before, speeds=speeds, by_speed=bool(speeds)))
+        self.resume(before)
+
+    def resume(self, setting: Setting) -> None:
+        """Train with an earlier setting again, in groups by the speeds of then."""
+        state, live = self._run.state, len(self._run.world.live_ranks)
+        state.before_trial, speeds = None, dict(state.speeds) or None
+        self.apply(Command(replace(setting, groups=min(setting.groups, live)), speeds=speeds, by_speed=bool(speeds)))
         self.watch(math.nan, keeps=True)
 
     # --- Giving groups up ---------------------------------------------------------------------------------------------
 
     def return_to_one_group(self, setting: Setting) -> None:
-        """Train with a setting of one group from now on, and choose no other. All ranks call it."""
+        """Train with a setting of one group from now on, and choose no other."""
         run, state = self._run, self._run.state
         run.strategy.parts.grouping.merge()
         self._train_in_one_group(setting)

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import astuple, dataclass, replace
+from dataclasses import astuple, dataclass
 from statistics import NormalDist
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from lightning_omni.errors import OmniError
 from lightning_omni.strategy.lightning_internals.callbacks import loader_of
 from lightning_omni.tuning.callback.settings import AppliedSetting
 from lightning_omni.tuning.callback.tuned_run import Command, TunedRun, TunerReports, strategy_of
@@ -127,17 +124,6 @@ class RunThroughput:
     """A counter of one rank's samples and of the seconds of their training.
 
     The first batch after an interruption is not timed. ``trained`` are the batches since the last `take`.
-
-    Example:
-        >>> moments = iter([0.0, 2.0, 4.0, 100.0, 102.0])
-        >>> counted = RunThroughput(clock=lambda: next(moments))
-        >>> for _ in range(3):
-        ...     counted.batch_done(8)
-        >>> counted.interrupt()  # by a validation
-        >>> counted.batch_done(8), counted.batch_done(8)
-        (None, None)
-        >>> counted.take()
-        TimedBatches(timed=24, seconds=6.0, batches=3, squares=12.0)
     """
 
     def __init__(self, clock: Callable[[], float] | None = None) -> None:
@@ -166,7 +152,7 @@ def samples_in(trainer: Trainer, batch_idx: int) -> int:
 
 
 class SpeedRecord:
-    """A record of how fast a run trains.
+    """A record of how fast a run trains. All ranks call its methods.
 
     Attributes:
         speed: speed of all ranks in the part of the last epoch that was trained with the present setting, if known.
@@ -186,26 +172,15 @@ class SpeedRecord:
     def search_begins(self) -> None:
         self._totals = {}
 
-    def changed(self, in_mid_epoch: bool = False) -> None:
-        """Start over, because the run trains with another setting from now on."""
+    def changed(self) -> None:
         self._speeds, self._has_changed = SpeedHistory(), False
         self.speed = None
-        if in_mid_epoch:
+        if self._run.strategy.parts.epochs.is_open:
             self._changed_in = self._run.trainer.current_epoch
             self.throughput.take()
             self.throughput.interrupt()  # the time of forming groups is no batch's
 
-    def stash_speeds(self) -> SpeedHistory:
-        speeds = self._speeds
-        self.changed(in_mid_epoch=self._run.strategy.parts.epochs.is_open)
-        return speeds
-
-    def restore_speeds(self, speeds: SpeedHistory) -> None:
-        self.changed(in_mid_epoch=True)
-        self._speeds = speeds
-
     def epoch_done(self) -> None:
-        """Record the ended epoch's speed with the present setting. All ranks call it."""
         run = self._run
         timed, rate, variance = self._sum_over_ranks(self.throughput.take())
         if run.rounds and run.state.setting is not None and rate > 0:
@@ -218,11 +193,11 @@ class SpeedRecord:
         self._has_changed = self.speed is not None and not is_mixed and self._speeds.add(self.speed)
 
     def speed_so_far(self) -> Speed | None:
-        """Return the speed in the current epoch so far, with the present setting. All ranks call it."""
+        """Return the speed in the current epoch so far, with the present setting."""
         return _speed(*self._sum_over_ranks(self.throughput.trained))
 
     def _sum_over_ranks(self, own: TimedBatches) -> list[float]:
-        """Return the timed samples of all ranks, and the samples per second with their variance. All ranks call it."""
+        """Return the timed samples of all ranks, and the samples per second with their variance."""
         world, strategy = self._run.world, self._run.strategy
         counts = torch.tensor([own.timed, own.rate, own.variance], device=strategy.root_device)
         *sums, variance = strategy.reduce(counts, reduce_op="sum").tolist()
@@ -233,7 +208,7 @@ class SpeedRecord:
     # --- Decision -----------------------------------------------------------------------------------------------------
 
     def reason(self) -> str:
-        """Return why another search may be worth its time, or "". All ranks call it."""
+        """Return why another search may be worth its time, or ""."""
         # The forecast ignores how the run went with its choice, and would choose the same again.
         has_changed = self._run.broadcast(int(self._has_changed and not self._run.state.is_final))
         return "the ranks train at another speed than before" if has_changed else ""
@@ -259,7 +234,8 @@ def _speed(timed: float, rate: float, variance: float) -> Speed | None:
 class ForecastCheck:
     """A comparison of a run's samples per second with the forecast.
 
-    The speed of groups is compared once after each choice. `SpeedRecord` detects groups that get slower later.
+    The speed of groups is compared once after each choice. `SpeedRecord` detects groups that get slower later. All
+    ranks call the public methods.
     """
 
     def __init__(self, run: TunedRun, applied: AppliedSetting, speeds: SpeedRecord, reports: TunerReports) -> None:
@@ -267,7 +243,7 @@ class ForecastCheck:
         self._steps, self._next = 0, c.FEWEST_STEPS
 
     def step_done(self) -> str:
-        """Return why one group with the user's own setting is to be timed again, or "". All ranks call it.
+        """Return why one group with the user's own setting is to be timed again, or "".
 
         Its speed is compared with the forecast after `c.FEWEST_STEPS`, and then whenever a fifth more steps are done.
         The comparisons until the steps have doubled share one probability of a false alarm.
@@ -296,7 +272,7 @@ class ForecastCheck:
         return f"it trains {speed.rate:.3g} samples per second, and {predicted:.3g} were predicted"
 
     def epoch_done(self) -> str:
-        """Check the ended epoch's speed; return why one group is to be timed again, or "". All ranks call it.
+        """Check the ended epoch's speed; return why one group is to be timed again, or "".
 
         Groups that prove too slow a second time are given up.
         """
@@ -304,55 +280,41 @@ class ForecastCheck:
         return self._check(speed) if self._is_due and speed is not None else ""
 
     def validated(self) -> str:
-        """Check the speed so far, once it is certain enough, as `epoch_done` does. All ranks call it."""
+        """Check the speed so far, once it is certain enough, as `epoch_done` does."""
         speed = self._speed_record.speed_so_far() if self._is_due else None
         is_known = speed is not None and speed.log_most() - math.log(speed.rate) <= math.log(c.GAIN)
         return self._check(speed) if speed is not None and is_known else ""
 
     @property
     def _is_due(self) -> bool:
-        """Return whether a choice of groups or of user-defined values is unchecked; the same on all ranks."""
         state, setting = self._run.state, self._run.state.setting
         if state.is_final or setting is None or state.own is None or state.checked == state.rounds:
             return False
         return setting.groups > 1 or setting.further != state.own.further
 
     def _check(self, speed: Speed) -> str:
-        run, state = self._run, self._run.state
+        run, state, found = self._run, self._run.state, None
         state.checked = state.rounds
-        is_known = run.is_rank_zero and run.searches
-        found = self._refutes(run.searches[-1], run.setting, speed) if is_known else None
-        segments = self._trained(speed, is_refuted=found is not None) if is_known else state.segments
+        if run.is_rank_zero and run.searches:
+            found = self._refutes(run.searches[-1], run.setting, speed) or self._first_of_its_values()
+            state.segments = self._trained(speed, is_refuted=found is not None and found.setting != run.setting)
         command, was_refuted = run.broadcast_command(found), state.refuted
-        state.segments, state.refuted = run.broadcast_segments(segments), state.refuted or command is not None
         if command is None:
-            return self._why_other_value()
-        if not was_refuted:
+            return ""
+        state.refuted = was_refuted or command.setting != run.setting
+        if command.setting == run.setting or not was_refuted:
             return command.why
         self._applied.return_to_one_group(command.setting)
-        self._speed_record.changed(in_mid_epoch=run.strategy.parts.epochs.is_open)
+        self._speed_record.changed()
         self._reports.chosen(command)
         return ""
 
-    def _why_other_value(self) -> str:
-        """Return why another value in a user-defined dimension should be used, or "". All ranks call it."""
-        run = self._run
-        if not run.options.further:
-            return ""
-        why, began = "", time.perf_counter()
-        if run.is_rank_zero and run.searches:
-            last = run.searches[-1]
-            space = replace(last.spec.space, further=run.options.further)  # no checkpoint holds them
-            spec = replace(last.spec, space=space, horizon=run.horizon, seconds=run.seconds_left)
-            with suppress(OmniError):  # it is reported when batches are timed
-                chosen = Search(spec, last.observation, last.known, run.state.segments).choice().setting
-                if chosen.further != run.setting.further:
-                    value = ", ".join(f"{name}={value}" for name, value in chosen.further)
-                    why = f"{value} is to be tried, or was faster"
-            last.overhead += time.perf_counter() - began
-        why = run.world.broadcast_text(why)
-        run.exclude_seconds(time.perf_counter() - began)
-        return why
+    def _first_of_its_values(self) -> Command | None:
+        run, further = self._run, self._run.setting.further
+        if further in (run.own.further, *(each.setting.further for each in run.state.segments)):
+            return None
+        values = ", ".join(f"{name}={value}" for name, value in further)
+        return Command(run.setting, why=f"the speed with {values} is known")
 
     def _trained(self, speed: Speed, is_refuted: bool) -> list[TrainedSegment]:
         run, setting, search = self._run, self._run.setting, self._run.searches[-1]

@@ -6,7 +6,6 @@ Rule: in a `TunedFit` rank 0 decides, and sends its decision to the others befor
 from __future__ import annotations
 
 import difflib
-import math
 import socket
 from collections.abc import Callable, Iterable
 from dataclasses import replace
@@ -71,17 +70,14 @@ class Fit:
     def begin(self) -> None:
         """Act before the first batch; the groups are formed."""
 
-    def epoch_starts(self) -> None:
-        """Act before the batches of an epoch."""
+    def interrupted(self) -> None:
+        """Act before the batches of an epoch, and before a validation: the time until the next batch is none of its."""
 
     def batch_starts(self) -> None:
         """Act before a batch."""
 
     def batch_done(self, outputs: Any, batch_idx: int) -> None:
         """Act after a batch."""
-
-    def validation_starts(self) -> None:
-        """Act before a validation."""
 
     def validated(self) -> None:
         """Act after a validation, also the one before the first batch."""
@@ -114,7 +110,6 @@ class TunedFit(Fit):
 
     @staticmethod
     def _check(strategy: OmniStrategyHooks, options: TunerOptions) -> None:
-        """Reject a fit that cannot be searched, and make the run begin as one group."""
         strategy.parts.grouping.check_whole("OmniTuner forms other groups while they train")
         if "all_reduce" in options.space and strategy.world.reduction.format != EXACT:
             raise ConfigurationError(
@@ -159,8 +154,6 @@ class TunedFit(Fit):
             return
         try:
             hyperparameters = run.hyperparameters()
-            if run.options.budget:
-                hyperparameters.check_schedules()
         except ConfigurationError as error:
             may_split = bool(run.options.budget) and self.space.may_rebalance and not is_fast_dev_run(run.trainer)
             self._disable(str(error), may_split=may_split)
@@ -202,11 +195,9 @@ class TunedFit(Fit):
         run.info(f"OmniTuner: the run is resumed {how}: searching again")
         if run.state.own is not None:
             hyperparameters.set_momentum(run.state.own.momentum)
-        hyperparameters.scale(1 / run.state.scaled)
         run.forget()
 
     def _resume(self) -> None:
-        """Resume a run with its chosen setting; the checkpoint has restored rates and momentum."""
         run, state = self.run, self.run.state
         run.strategy.parts.grouping.merge()  # they may exchange by another method, whose optimizer state is elsewhere
         if problem := self._why_not_resumed:
@@ -216,14 +207,9 @@ class TunedFit(Fit):
         if state.unfinished:
             self.online.begin_again("the checkpoint was saved before anything was chosen, or used")
             return
-        run.hyperparameters().make_default()
         if state.before_trial is not None or not self.applied.is_user_setting:
             self.applied.capture()
-        if state.before_trial is not None:
-            self.applied.end_trial(None)
-        else:
-            self.applied.form(run.setting, dict(state.speeds) or None, bool(state.speeds))
-            self.applied.watch(math.nan, keeps=True)
+        self.applied.resume(state.before_trial or run.setting)
 
     @property
     def _why_not_resumed(self) -> str:
@@ -239,7 +225,7 @@ class TunedFit(Fit):
     # --- Training -----------------------------------------------------------------------------------------------------
 
     @override
-    def epoch_starts(self) -> None:
+    def interrupted(self) -> None:
         self.speeds.throughput.interrupt()
         self.online.interrupted()
 
@@ -265,17 +251,12 @@ class TunedFit(Fit):
             self.online.begin_again(reason)
 
     @override
-    def validation_starts(self) -> None:
-        self.online.interrupted()
-
-    @override
     def validated(self) -> None:
         run, options = self.run, self.run.options
         metrics = run.trainer.callback_metrics
         self._logged |= set(metrics)
         if run.trainer.sanity_checking:
             return
-        self.speeds.throughput.interrupt()
         self._validations += 1
         if options.target is not None and self._validations == 2:  # metrics of an epoch's end appear in the second
             is_missing = options.monitor not in self._logged
@@ -297,13 +278,13 @@ class TunedFit(Fit):
             self._react(self.check.validated, may_change, ends_epoch=False)
 
     def _react(self, reason: Callable[[], str], may_change: bool, ends_epoch: bool) -> None:
-        """Check whether the chosen setting is still right, after all groups have synchronized. All ranks call it.
+        """Check whether the chosen setting is still right, after all groups have synchronized.
 
         ``reason`` returns why to choose again, or "". Without ``may_change``, only a rollback is possible.
         """
         if self.applied.has_diverged:
             self.reports.chosen(self.applied.roll_back())
-            self.speeds.changed(in_mid_epoch=not ends_epoch)
+            self.speeds.changed()
             return
         self.plateau.synchronized(ends_epoch)
         if self.plateau.has_learnt:
@@ -317,7 +298,7 @@ class TunedFit(Fit):
 
     def _synchronized(self) -> None:
         self._check_in_mid_epoch()
-        self.epoch_starts()
+        self.interrupted()
 
     @override
     def ended(self) -> None:
@@ -333,6 +314,7 @@ class TunedFit(Fit):
         self.online.close()
         self.run.strategy.parts.epochs.check_every = 0
         self.applied.rollback_point = self.plateau.trial = None  # copies of all weights
+        self.run.world.rate_factor = 1.0  # another fit of the strategy may have no tuner
         self.run.end()
 
     @override
@@ -372,8 +354,7 @@ def follow_groups(own: Setting, groups: int, method: Method, scaling: Scaling, s
         16 groups, momentum 0, lr 0.0625
 
     References:
-        Mitliagkas et al. 2016, "Asynchrony begets Momentum", Theorem 6; Zhang et al. 2016, "Staleness-aware Async-SGD",
-        for rates that fall with the staleness.
+        Zhang et al. 2016, "Staleness-aware Async-SGD", for rates that fall with the staleness.
     """
     updates = method.updates_per_batch(groups)
     momentum = min(max(explicit_for(own.momentum, updates - 1), space.momentum[0]), space.momentum[1])
@@ -425,6 +406,7 @@ class JoinedFit(Fit):
         if not hyperparameters.is_momentum_free:
             self._space = replace(self._space, momentum=(hyperparameters.momentum, hyperparameters.momentum))
         hyperparameters.make_default()  # a group that joins later has the momentum that the others have by now
+        run.world.rate_factor = run.state.scaled
 
     def _tunable_hyperparameters(self) -> Hyperparameters:
         run, method = self.run, self.run.world.method
@@ -432,9 +414,7 @@ class JoinedFit(Fit):
             raise ConfigurationError("budget=0")
         if method.updates_per_batch(2) == 1:
             raise ConfigurationError(f"with {method} they do not depend on the number of groups")
-        hyperparameters = Hyperparameters.of(run.trainer)
-        hyperparameters.check_schedules()
-        return hyperparameters
+        return Hyperparameters.of(run.trainer)
 
     @override
     def batch_done(self, outputs: Any, batch_idx: int) -> None:
@@ -445,13 +425,11 @@ class JoinedFit(Fit):
             self._follow(groups, self._hyperparameters)
 
     def _follow(self, groups: int, hyperparameters: Hyperparameters) -> None:
-        """Adapt momentum and learning rate to a new number of groups. All members call it."""
         run, state = self.run, self.run.state
         setting = follow_groups(run.own, groups, run.world.method, hyperparameters.scaling, self._space)
         hyperparameters.set_momentum(setting.momentum)
         hyperparameters.make_default()
-        hyperparameters.scale(setting.lr / run.own.lr / state.scaled)
-        state.setting = setting
+        state.setting, run.world.rate_factor = setting, setting.lr / run.own.lr
         run.info(f"OmniTuner: trains with {setting}, as suits the number of groups in the run")
         log(run.trainer, {"omni/groups": float(groups), "omni/momentum": setting.momentum, "omni/lr": setting.lr})
 

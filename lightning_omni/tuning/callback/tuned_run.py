@@ -15,7 +15,7 @@ from lightning_omni.palette import can_draw
 from lightning_omni.runtime.world import World
 from lightning_omni.serialization import Serializable
 from lightning_omni.strategy.hooks import OmniStrategyHooks
-from lightning_omni.strategy.lightning_internals.callbacks import callbacks_of, loader_of
+from lightning_omni.strategy.lightning_internals.callbacks import loader_of
 from lightning_omni.topology import Topology
 from lightning_omni.trace import reaches
 from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
@@ -59,9 +59,8 @@ class TunerState(Serializable):
 
     Attributes:
         setting: the setting that the run trains with; None before a choice.
-        own: the user's own setting.
         speeds: rank and samples per second, if groups were formed by speed.
-        unfinished: whether a search is under way.
+        segments: complete on rank 0 only.
         rounds: number of adopted choices.
         checked: value of ``rounds`` when speed was last compared with the forecast.
         refuted: whether groups have seemed not to pay once; next time they are given up.
@@ -160,18 +159,12 @@ class TunedRun:
         return bool(self.trainer.is_global_zero)
 
     def broadcast(self, number: int) -> int:
-        """Return rank 0's number, 0 or more. All ranks call it."""
+        """Return rank 0's number, 0 or more."""
         return self.world.all_reduce_max([number if self.is_rank_zero else 0])[0]
 
     def broadcast_command(self, command: Command | None) -> Command | None:
-        """Return rank 0's command, if there is one. All ranks call it."""
         text = self.world.broadcast_text(json.dumps(command.to_dict()) if command is not None else "")
         return Command.from_dict(json.loads(text)) if text else None
-
-    def broadcast_segments(self, segments: list[TrainedSegment]) -> list[TrainedSegment]:
-        """Return rank 0's segments. All ranks call it."""
-        text = self.world.broadcast_text(json.dumps([each.to_dict() for each in segments]))
-        return [TrainedSegment.from_dict(each) for each in json.loads(text)]
 
     def hyperparameters(self) -> Hyperparameters:
         check_tunable(self.trainer)
@@ -268,17 +261,10 @@ class TunedRun:
 
     @property
     def epochs(self) -> float:
-        return float(min(self._limits, default=max(c.UNLIMITED, 2 * (self.trainer.current_epoch + 1))))
-
-    @property
-    def ends_by_time(self) -> bool:
-        return not self._limits and math.isfinite(self.seconds_left)
-
-    @property
-    def _limits(self) -> list[float]:
-        most, steps = self.trainer.max_epochs, self.strategy.parts.epochs.run.max_steps
-        by_epochs = [] if most in (None, -1) else [float(most or 0)]
-        return by_epochs if steps == -1 else [*by_epochs, steps * self.window / self.batches]
+        most, steps = self.trainer.max_epochs, self.strategy.parts.epochs.run.limits.max_steps
+        limits = [] if most in (None, -1) else [float(most or 0)]
+        limits += [] if steps == -1 else [steps * self.window / self.batches]
+        return float(min(limits, default=max(c.UNLIMITED, 2 * (self.trainer.current_epoch + 1))))
 
     @property
     def samples_per_epoch(self) -> float:
@@ -294,11 +280,6 @@ class TunedRun:
         begun += not self.may_change_inside  # the timed epoch does not change
         trained = float(epochs.samples) if epochs.is_open and self.may_change_inside else 0.0
         return max(0.0, (self.epochs - begun) * self.samples_per_epoch - trained)
-
-    @property
-    def seconds_left(self) -> float:
-        left = [each.time_remaining() for each in callbacks_of(self.trainer) if hasattr(each, "time_remaining")]
-        return min((each for each in left if each is not None), default=math.inf)
 
     # --- Checkpoints --------------------------------------------------------------------------------------------------
 
@@ -337,7 +318,6 @@ class TunerReports:
         self._run = run
 
     def chosen(self, command: Command) -> None:
-        """Report a new setting. All ranks call it."""
         run, setting = self._run, command.setting
         run.info(f"OmniTuner: trains with {setting}: {command.why}")
         metrics = {

@@ -29,8 +29,6 @@ _OWN_OF_TORCH = ("step", "_opt_called", "_zero_grad_profile_name", "defaults", "
 
 @dataclass(frozen=True)
 class TrainingSetup:
-    """The model, loss, optimizer and batches of a training."""
-
     model: nn.Module
     loss: Loss
     optimizer: Optimizer | Callable[[Any], Optimizer]
@@ -234,7 +232,6 @@ class Comparison:
 
     @property
     def is_faster(self) -> bool:
-        """Return whether the gain is more than noise: two estimates exceed the margin, and most pairs agree."""
         if len(self.ratios) < FEWEST:
             return False
         best_gain = max(self.after) / max(self.before)  # of the blocks that other programs on the machine disturb least

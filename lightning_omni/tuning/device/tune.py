@@ -134,9 +134,6 @@ def _number(value: float | None) -> str:
 Bf16 = Literal["apply", "propose", "skip"]
 """The use of bfloat16: if it is faster and the losses agree; measured for the report alone; not measured."""
 
-Progress = Callable[[float, str], None]
-"""Function that receives the completed fraction, 0 to 1, and a text."""
-
 _SAME_LOSS = 0.01
 """Largest relative change of the first loss by a candidate that keeps the statistics: far more than rounding causes."""
 
@@ -163,7 +160,6 @@ def tune_device(
     budget: float = 60.0,
     tolerance: float = TOLERANCE,
     skip: Mapping[str, str] | None = None,
-    progress: Progress | None = None,
     clock: Callable[[], float] = time.perf_counter,
 ) -> DeviceReport:
     """Measure how this device trains this model fastest, and apply nothing.
@@ -180,7 +176,6 @@ def tune_device(
         budget: seconds for the search. A running step or compilation is completed.
         tolerance: largest distance between loss curves of two precisions, as a fraction of the losses.
         skip: steps to leave out, with the reason for the table: ``{"compile": "no"}``.
-        progress: function that receives the completed fraction and a text.
         clock: function that returns seconds.
 
     Raises:
@@ -204,7 +199,7 @@ def tune_device(
     check_number("tolerance", tolerance, "a fraction above 0, as in 0.02", above=0)
     own_batches = copy.deepcopy(list(batches))  # because a loss may write into its batch
     setup = TrainingSetup(model, loss, optimizer, own_batches, clock)
-    search = _DeviceSearch(setup, bf16, budget, tolerance, skip or {}, progress or (lambda done, text: None))
+    search = _DeviceSearch(setup, bf16, budget, tolerance, skip or {})
     with untouched(setup):
         return search.run()
 
@@ -229,17 +224,15 @@ class _DeviceSearch:
         budget: float,
         tolerance: float,
         skip: Mapping[str, str],
-        progress: Progress,
     ) -> None:
         self._setup, self._bf16, self._budget, self._tolerance = setup, bf16, budget, tolerance
-        self._skip, self._progress = skip, progress
+        self._skip = skip
         self._began = setup.clock()
         self._deadline = self._began + budget
         self._findings: list[Finding] = []
         self._first_loss: float | None = None
 
     def run(self) -> DeviceReport:
-        self._progress(0.0, "the defaults")
         self._baseline = self._best = self._measure_baseline()
         self._step_seconds = self._baseline.run(1)
         # The time left is for the combined measurement at the end.
@@ -302,7 +295,6 @@ class _DeviceSearch:
         if reason is not None:
             self._findings.append(Finding(step, tried, "skipped", reason))
             return
-        self._progress(min(0.95, (self._setup.clock() - self._began) / self._budget), f"{step}: {tried}")
         gc.collect()  # modules contain cycles, and the last trial, if rejected, is large
         try:
             finding, trial = self._measure(step, tried, setting)
@@ -353,7 +345,6 @@ class _DeviceSearch:
         setup, setting, gain, spread = self._setup, self._best.setting, None, None
         baseline = tuned = setup.batch_size / self._step_seconds
         if self._best is not self._baseline:
-            self._progress(0.95, "combined")
             # The fewest pairs are measured even if the budget is used up: a gain is never reported unmeasured.
             found = compare(self._baseline, self._best, math.inf, setup.clock, enough=self._began + self._budget)
             gain, baseline, tuned = found.gain, statistics.median(found.before), statistics.median(found.after)
@@ -364,7 +355,6 @@ class _DeviceSearch:
                 for number, each in enumerate(self._findings):
                     if each.verdict == "applied":
                         self._findings[number] = replace(each, verdict="rejected", reason=why)
-        self._progress(1.0, "done")
         return DeviceReport(
             tuple(self._findings),
             setting,

@@ -1,1 +1,1 @@
-"""Models of seconds per update and of updates to a target, and the split of a batch by speed."""
+"""Models of seconds per update, the settings that they compare, and the split of a batch by speed."""

@@ -27,15 +27,6 @@ BARRIER_CYCLES, BARRIER_CHAINS, BARRIER_SAMPLES = 16, 4, 512
 OVERLAP_ROUNDS = 12
 """Rounds of the fixed-point iteration for exchanges that overlap computation."""
 
-# --- Statistical efficiency (`convergence`) ---------------------------------------------------------------------------
-
-FEWEST_POINTS = 8
-"""Smallest number of losses that are extrapolated."""
-DECAY_POWER = 0.67
-"""Power of the samples with which the logarithm of a loss falls linearly."""
-EXTRAPOLATION_ERROR = 1.2
-"""Standard deviation of the log error of extrapolated samples, beside that due to the scatter of the losses."""
-
 # --- Forecast (`forecast`) --------------------------------------------------------------------------------------------
 
 BLOCKS, TAIL = 8, 3

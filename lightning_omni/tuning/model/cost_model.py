@@ -1,7 +1,4 @@
-"""The fitted costs from which `Profile` predicts, with resampled draws for the intervals.
-
-They depend on the placement of ranks and on the pattern of exchanges.
-"""
+"""The fitted costs from which `Profile` predicts, with resampled draws for the intervals."""
 
 from __future__ import annotations
 
@@ -14,11 +11,10 @@ from typing import Any
 
 import numpy as np
 
-from lightning_omni.checks import check_number, check_whole, keep_plain
+from lightning_omni.checks import check_number, check_whole
 from lightning_omni.combinations import refuse_pairs
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, method_named
-from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.wire.compression import Compression
 from lightning_omni.wire.formats.base import WireFormat
@@ -34,9 +30,9 @@ class Placement:
     Args:
         of: node or site of each rank: see `sites_of`.
         server: node of all servers; None if they are on none or on each of these nodes, or unknown.
-        per_byte: seconds of each byte between two ranks on one node; None if unknown.
-        round_trip: seconds of a nearly empty message and its answer there.
-        copy_per_byte: seconds of each byte between a rank's device and its host.
+        per_byte: as `Measured.node_per_byte`; None if unknown.
+        round_trip: as `Measured.node_round_trip`.
+        copy_per_byte: as in `Measured`.
 
     Example:
         >>> placement = Placement({0: 0, 1: 0, 2: 1, 3: 1}, server=0)
@@ -116,7 +112,7 @@ def sites_of(nodes: Sequence[int], seconds: Sequence[float], apart: float) -> tu
 
 
 @dataclass(frozen=True)
-class ExchangePattern(Serializable):
+class ExchangePattern:
     """The properties of a method, a wire format and an overlap that `Profile.predict` needs.
 
     Args:
@@ -127,9 +123,6 @@ class ExchangePattern(Serializable):
         delay: steps that a group makes before it waits for the answer.
         peers: whether groups exchange with one another instead of with a server.
         dynamic: whether slow groups make fewer local steps.
-
-    Raises:
-        ConfigurationError: a number is out of range.
 
     Example:
         A group sends one of four fragments every twelve steps, and waits for the answer after two more:
@@ -146,21 +139,6 @@ class ExchangePattern(Serializable):
     peers: bool = False
     dynamic: bool = False
 
-    def __post_init__(self) -> None:
-        keep_plain(self)
-        check_whole("period", self.period, "local steps between two exchanges, 1 or more", low=1)
-        for name in ("push", "pull"):
-            if getattr(self, name) is not None:
-                check_number(name, getattr(self, name), "bytes of an exchange, 0 or more, or None", 0, below=math.inf)
-        check_whole("delay", self.delay, "steps that an exchange is not waited for, 0 or more")
-        if self.delay > self.period:
-            raise ConfigurationError(
-                f"delay={self.delay} with period={self.period}: an answer is waited for before the next exchange;"
-                f" pass 0 to {self.period}"
-            )
-        if self.peers and self.barrier:
-            raise ConfigurationError("peers=True with barrier=True: groups that read from peers do not wait for all")
-
     @classmethod
     def of(
         cls,
@@ -171,11 +149,8 @@ class ExchangePattern(Serializable):
     ) -> ExchangePattern:
         """Return the pattern of a method.
 
-        Args:
-            method: the method or its name.
-            compression: as in ``OmniStrategy(compression=...)``.
-            overlap: as in ``OmniStrategy(overlap=...)``.
-            nbytes: bytes of the weights as float32, or their layout. With 0, bytes are as measured, in any format.
+        ``nbytes`` are those of the weights as float32, or their layout. With 0, bytes are as measured, in any format.
+        The other arguments are those of `OmniStrategy`.
 
         Raises:
             ConfigurationError: the method or the wire format does not exist, or they do not work together.
@@ -238,7 +213,7 @@ class CostModel:
         hand_ring: seconds of the whole fp32 gradient on a link over which a leader forwards an answer.
         hand_hop: seconds of such a message that do not depend on its bytes.
         servers: number of servers; costs of an exchange are those of one.
-        hands_on: whether leaders forward answers to the other members, which ``delay`` does not include.
+        hands_on: as in `Measured`; ``delay`` does not include it.
         node_ring: ``ring`` of a group on one node, if it is known to differ.
         node_hop: ``hop`` of such a group.
     """
@@ -271,7 +246,6 @@ class CostModel:
 
     @cached_property
     def likely(self) -> CostModel:
-        """Return the model with its first draw only."""
         cut: dict[str, Any] = {name: each[:1] for name, each in vars(self).items() if isinstance(each, np.ndarray)}
         return replace(self, **cut)
 
@@ -295,15 +269,8 @@ class CostModel:
         )
 
     def known(self, exchanging: ExchangePattern) -> ExchangePattern:
-        for name in ("push", "pull"):
-            if getattr(exchanging, name):
-                self.check_nbytes(f"{name}={getattr(exchanging, name)}: what an exchange had was")
         push, pull = (self.nbytes if nbytes is None else nbytes for nbytes in (exchanging.push, exchanging.pull))
         return replace(exchanging, push=push, pull=pull)
-
-    def check_nbytes(self, asked: str) -> None:
-        if not self.nbytes:
-            raise ConfigurationError(f"{asked} not measured; fit with Measured(nbytes=...)")
 
     def speeds(self, samples: float) -> dict[int, float]:
         seconds = self.overhead[0] + samples * self.per_sample[0]
@@ -332,7 +299,10 @@ class CostModel:
             model = replace(model, devices=devices, placement=model.placement.repeated(ranks))
         if bandwidth is not None:
             check_number("bandwidth", bandwidth, "a positive number", above=0)
-            self.check_nbytes(f"bandwidth={bandwidth}: bytes of an exchange were")
+            if not self.nbytes:
+                raise ConfigurationError(
+                    f"bandwidth={bandwidth}: bytes of an exchange were not measured; fit with Measured(nbytes=...)"
+                )
             per_byte = alike / bandwidth
             ring = model.nbytes * per_byte
             model = replace(model, ring=ring, hand_ring=ring, own_per_byte=per_byte, link_per_byte=per_byte)

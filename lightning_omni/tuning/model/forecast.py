@@ -30,11 +30,9 @@ class Setting(Serializable):
     Attributes:
         momentum: explicit momentum (β1 of Adam and its variants); 0.0 if the optimizer has none.
         rebalance: whether a group's batch is split in proportion to the speeds of its ranks.
-        period: local steps between two exchanges.
         further: names and values of user-defined dimensions, sorted.
         method: method without its period, as in ``OmniStrategy(method=...)``; empty for the run's own.
         wire: wire format, such as ``"int8"``, or ``"int8/bf16"`` for one each way; empty for the run's own.
-        overlap: whether exchanges overlap computation.
         all_reduce: format as in ``Compression(all_reduce=...)``; empty for the run's own.
 
     Example:
@@ -103,9 +101,6 @@ class Scaling:
     A group has a g-th of the batch, so each sample moves the weights equally if the rate is a g-th, too; momentum m
     multiplies the total effect of a gradient by 1 / (1 - m). The *step* of a setting is rate × g / (1 - m). Adaptive
     optimizers divide by the size of gradients, which cancels both; for them the square root of the batch is usual.
-
-    Args:
-        is_adaptive: whether the optimizer divides by the size of gradients, as Adam does.
 
     Example:
         >>> Scaling().step(Setting(groups=1, momentum=0.9, lr=0.1)), Scaling().lr(groups=4, momentum=0.6, step=1.0)

@@ -26,8 +26,7 @@ class Measured(Serializable):
         servers: number of servers that several groups would use.
         per_node: whether each node would run one server.
         round_trip: seconds until another rank answers a nearly empty message.
-        reduce_per_byte: seconds that each byte adds to an all-reduce of all ranks, timed by itself. It limits the part
-            of a step that is attributed to the all-reduce.
+        reduce_per_byte: seconds that each byte adds to an all-reduce of all ranks, timed by itself.
         hands_on: whether leaders forward answers to the other members, over the links of their all-reduce.
         nodes: for each rank, its node; or its site, if links between some nodes are much faster. It is empty if each
             rank has links of its own, or all are on one node.
@@ -44,13 +43,6 @@ class Measured(Serializable):
 
     Raises:
         ConfigurationError: a field is missing, inconsistent or out of range.
-
-    Example:
-        >>> measured = Measured(
-        ...     ranks=(0, 1), samples=((8, 8), (8, 8)), own=((0.1, 0.1), (0.2, 0.2)), steps=(0.21, 0.21)
-        ... )
-        >>> Measured.from_dict(measured.to_dict()) == measured
-        True
     """
 
     ranks: tuple[int, ...]

@@ -9,8 +9,7 @@ Here a is the time of the gradient's bytes on a link, and l that of one message.
 each other only at shared resources, so an update follows every 1 / Σ 1 / (step of each group) seconds.
 
 With S servers, each takes 1 / S of the service. The delay that does not depend on bytes counts twice, because the
-servers agree on each update. If each node has a server, 1 / S of an exchange crosses no link. The fitted costs are
-those of one server.
+servers agree on each update. If each node has a server, 1 / S of an exchange crosses no link.
 """
 
 from __future__ import annotations
@@ -27,9 +26,9 @@ from lightning_omni.checks import check_number, check_whole
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.topology import Topology
 from lightning_omni.tuning.model import constants as c
-from lightning_omni.tuning.model.convergence import Estimate
 from lightning_omni.tuning.model.cost_fit import fit_model
 from lightning_omni.tuning.model.cost_model import CostModel, ExchangePattern
+from lightning_omni.tuning.model.estimate import Estimate
 from lightning_omni.tuning.model.measurements import Measured, mean_samples
 from lightning_omni.tuning.model.training_plan import TrainingPlan
 from lightning_omni.wire.compression import EXACT, AllReduce, all_reduce_of
@@ -76,8 +75,6 @@ class Profile:
     """A cost model of ranks and their links, fitted to steps of one group, which predicts the speed of groups.
 
     Args:
-        measured: the segments of training that it was fitted to.
-        model: the fitted costs.
         batch_size: mean samples per rank and step.
 
     Example:
@@ -103,12 +100,7 @@ class Profile:
     def fit(cls, measured: Sequence[Measured], draws: int = 100, seed: int = 0) -> Profile:
         """Fit the model to measured steps of one group, some thirty of each rank.
 
-        Exchanges are forecast from the all-reduce; if ``nbytes`` is unknown, they count as nothing.
-
-        Args:
-            measured: segments of training by the same ranks.
-            draws: number of resampled fits for the intervals, at least 2.
-            seed: seed of the resampling.
+        ``draws`` is the number of resampled fits for the intervals.
 
         Raises:
             ConfigurationError: ``measured`` is empty or mixes different ranks, or ``draws`` is below 2.
@@ -131,7 +123,7 @@ class Profile:
 
     @property
     def speeds(self) -> tuple[float, ...]:
-        """Return the samples per second of each rank alone, ordered by rank, in batches of `batch_size`."""
+        """Return the samples per second of each rank alone, in batches of `batch_size`."""
         return tuple(self.model.speeds(self.batch_size).values())
 
     def predict(
@@ -263,21 +255,6 @@ class Profile:
         model = self.model.changed(ranks, bandwidth, latency, servers, per_node)
         return replace(self, model=model, batch_size=float(size))
 
-    def saturating_groups(self) -> int:
-        """Return the least number of groups, 2 or more, that saturates a serial part; the number of ranks if none does.
-
-        More groups are no faster and staler, so a search begins here (Hadjis et al. 2016, Algorithm 1).
-        """
-        plan = self._plan(self.model.likely, False, None, "fp32")
-        low, high = 2, max(self.ranks, 2)
-        while low < high:  # the load grows with the number of groups
-            middle = (low + high) // 2
-            if plan.outcome(self._fastest_topology(middle, plan)[0]).is_saturated:
-                high = middle
-            else:
-                low = middle + 1
-        return min(low, self.ranks)
-
 
 @cache
 def _share(format_: AllReduce, shapes: tuple[tuple[int, ...], ...]) -> float:
@@ -287,7 +264,7 @@ def _share(format_: AllReduce, shapes: tuple[tuple[int, ...], ...]) -> float:
 def _interval(draws: Array, least: float = 0.0, most: float = math.inf) -> Estimate:
     """Return the basic bootstrap interval: resampled fits are off the first by as much as it is off the true value.
 
-    ``draws`` are the fit and the resampled fits; ``least`` and ``most`` bound the value.
+    ``least`` and ``most`` bound the value.
     """
     first, factors = float(draws[0]), draws[0] / draws[1:]
     low, value, high = first * np.quantile(factors, [(1 - 0.8) / 2, 0.5, (1 + 0.8) / 2])

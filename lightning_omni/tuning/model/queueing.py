@@ -206,7 +206,7 @@ def residence_on_links(think: Array, demand: Array, counted: Array | None = None
         [[1.333, 1.333]]
 
     References:
-        Reiser and Lavenberg 1980 (mean value analysis); Baskett et al. 1975 (stations that are shared evenly);
+        Baskett et al. 1975 (stations that are shared evenly);
         Schweitzer 1979 (approximate mean value analysis, for many groups).
     """
     firsts, which, counts = _kinds(demand[0])
@@ -242,8 +242,6 @@ def _residence_of_kinds(counts: Sequence[int], think: Array, demand: Array, part
     """Compute `residence_on_links` for ``counts`` equal groups of each kind, shape (draws, kinds)."""
     if math.prod(count + 1 for count in counts) > c.QUEUE_STATES:
         return _residence_of_many(np.array(counts), think, demand, parts)
-    if len(counts) == 1:
-        return _residence_of_one_kind(counts[0], think, demand, parts)
     queues: dict[tuple[int, ...], Array] = {}
     found = demand
     for some in itertools.product(*(range(count + 1) for count in counts)):
@@ -258,17 +256,8 @@ def _residence_of_kinds(counts: Sequence[int], think: Array, demand: Array, part
     return np.asarray((found * parts).sum(axis=2))
 
 
-def _residence_of_one_kind(count: int, think: Array, demand: Array, parts: Array) -> Array:
-    queue, spent = np.zeros_like(demand), np.zeros_like(think)
-    for number in range(1, count + 1):
-        found = demand * (1 + queue)
-        spent = (found * parts).sum(axis=2)
-        queue = (number / (think + spent))[:, :, None] * found
-    return spent
-
-
 def _residence_of_many(counts: Array, think: Array, demand: Array, parts: Array) -> Array:
-    """Approximate `_residence_of_kinds`: an arriving group is missing from its kind's queue (Schweitzer 1979)."""
+    """Approximate `_residence_of_kinds`: an arriving group is missing from its kind's queue."""
     queues = np.zeros_like(demand)
     found = demand
     for _ in range(c.QUEUE_ROUNDS):

@@ -129,7 +129,6 @@ class BatchSplit:
     """A better split of a group's batch.
 
     Attributes:
-        shares: samples of each member.
         gain: predicted relative gain in speed: 0.5 is 50 % faster.
     """
 

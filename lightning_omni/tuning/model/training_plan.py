@@ -56,7 +56,6 @@ class TrainingPlan:
         return self.model.speeds(self.batch)
 
     def bottleneck(self, topology: Topology) -> str:
-        """Return the part that would speed training up most if it took half as long."""
         model, rough = self.model.likely, replace(self, is_rough=True)
 
         def rate(halved: Sequence[str]) -> float:
@@ -258,11 +257,8 @@ class Outcome:
     def _rates(self) -> Array:
         parts = self.compute + self.allreduce + self.exchange + self.shared
         rates = 1 / (parts if self.whole is None else self.whole)
-        busy = np.maximum(self._busy(rates), 1.0)  # by a rounding error, at most
-        return np.asarray(rates / busy[:, None])
-
-    def _busy(self, rates: Array) -> Array:
-        return np.asarray(np.max([(each * rates).sum(axis=1) for each in (self.serve, self.link)], axis=0))
+        busy = np.max([(each * rates).sum(axis=1) for each in (self.serve, self.link)], axis=0)
+        return np.asarray(rates / np.maximum(busy, 1.0)[:, None])  # by a rounding error, at most
 
     @property
     def seconds_per_update(self) -> Array:
@@ -289,9 +285,3 @@ class Outcome:
         """Return the seconds per update at the busiest shared resource, a lower bound."""
         parts = self.parts
         return max(parts[name] for name in ("serve", "link"))
-
-    @property
-    def is_saturated(self) -> bool:
-        """Return whether groups that did not wait would exceed the capacity of a serial part."""
-        alone = self.exchange + self.serve + 2 * self.link
-        return bool(self._busy(1 / (self.compute + self.allreduce + alone))[0] >= 1 - 1e-9)

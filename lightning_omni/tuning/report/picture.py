@@ -14,7 +14,6 @@ from lightning_omni.checks import counted
 from lightning_omni.palette import (
     CHOSEN,
     EXPECTED,
-    GREY,
     MEASURED,
     PROPORTIONAL,
     QUANTITY,
@@ -23,7 +22,7 @@ from lightning_omni.palette import (
     plot_interval,
 )
 from lightning_omni.palette import PARTS as PARTS_COLOURS
-from lightning_omni.tuning.model.convergence import Estimate
+from lightning_omni.tuning.model.estimate import Estimate
 from lightning_omni.tuning.report.summary import SearchSummary, number, shares, times
 
 _PART_LABELS = {
@@ -50,7 +49,7 @@ def draw(summary: SearchSummary, heading: str, losses: Sequence[tuple[float, flo
         engine: Any = figure.get_layout_engine()
         engine.set(w_pad=0.11, h_pad=0.09)
         figure.suptitle(heading, fontsize=12.5, x=0.01, ha="left", linespacing=1.45)
-        # Each row is a subfigure, so that the long names of the last one do not move the margins of all.
+        # Each row is a subfigure, so that the long names of the first one do not move the margins of all.
         bands: Any = figure.subfigures(3, 1, height_ratios=[1.06, 1, 0.72], hspace=0.03)
         upper, middle, lower = bands
         choice, hardware, loss = upper.subplots(1, 3)
@@ -63,9 +62,7 @@ def draw(summary: SearchSummary, heading: str, losses: Sequence[tuple[float, flo
         _step(step, summary)
         handles, texts = _entries(summary)  # outside the three panels over groups
         middle.legend(handles, texts, loc="outside upper left", ncols=len(texts), columnspacing=1.4)
-        phase, systems = lower.subplots(1, 2, width_ratios=[1, 1.6])
-        _phase(phase, summary, lower)
-        _systems(systems, summary)
+        _phase(lower.subplots(), summary, lower)
     return figure
 
 
@@ -255,30 +252,6 @@ def _speed_up(axes: Any, summary: SearchSummary) -> None:
     top = 1.15 * max([*(min(each.high, 2.5 * each.value) for each in values), 1.2, *considered])
     title = "Both together: speed-up over your own setting"
     axes.set(ylabel="speed-up to the target  (1: yours)", ylim=(0, top), title=title)
-
-
-def _systems(axes: Any, summary: SearchSummary) -> None:
-    systems = {"the choice": summary.choice.setting, **summary.systems}
-    names, values = list(systems), [summary.speed_up_of(each) for each in systems.values()]
-    most = max(each.value for each in values)
-    places = range(len(names))
-    colours = [CHOSEN, YOURS, *[GREY] * (len(names) - 2)]
-    axes.barh(places, [each.value for each in values], color=colours, height=0.6, alpha=0.85)
-    for place, each in enumerate(values):
-        text = f"{times(each.value)} ({times(each.low)} to {times(each.high)})"
-        axes.text(each.value + 0.01 * most, place, text, va="center", fontsize=9)
-    axes.set_yticks(places, names, fontsize=9)
-    axes.invert_yaxis()
-    axes.grid(visible=False, axis="y")
-    axes.axvline(1, color=YOURS, linewidth=1, linestyle="--", zorder=0)
-    axes.set(xlabel="speed-up over your own setting, with 80 % intervals", xlim=(0, 1.45 * most))
-    axes.set_title(_of_systems(summary))
-
-
-def _of_systems(summary: SearchSummary) -> str:
-    others = {name: summary.ratio(each) for name, each in list(summary.systems.items())[1:]}
-    best = max(others, key=lambda name: others[name])
-    return f"Other systems: at most {times(others[best])}, with {best.partition(' (')[0]}"
 
 
 # --- The phase -------------------------------------------------------------------------------------------------------

@@ -84,7 +84,6 @@ class Plan:
 
     @cached_property
     def best(self) -> PlanRow:
-        """Return the row, not extrapolated, that reaches the target first; among equals, with the fewest groups."""
         known = [row for row in self.rows if not row.is_extrapolated]
         return cheapest(known, lambda row: row.risk_adjusted, lambda row: row.setting.groups)
 
@@ -92,7 +91,6 @@ class Plan:
         return math.exp(row.log_seconds - self.best.log_seconds)
 
     def seconds(self, row: PlanRow, samples: float) -> float:
-        """Return the seconds of a training that takes one group ``samples`` samples."""
         return samples * math.exp(row.log_seconds - self.rows[0].efficiency[0])
 
     def changed(self, **changes: Any) -> Plan:

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import socket
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from datetime import datetime, timezone
 from functools import cached_property
 
 from lightning_omni.checks import counted
 from lightning_omni.serialization import Serializable
-from lightning_omni.tuning.model.convergence import Estimate, samples_to
+from lightning_omni.tuning.model.estimate import Estimate
 from lightning_omni.tuning.model.forecast import Setting
-from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction, Profile
+from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction
 from lightning_omni.tuning.search import Choice, Search
 from lightning_omni.tuning.search.choice import best_by_forecast
 from lightning_omni.tuning.search.constants import QUANTILE
@@ -76,17 +76,6 @@ def duration(seconds: float) -> str:
         if seconds >= 2 * unit and math.isfinite(seconds):
             return f"{seconds / unit:.1f} {name}"
     return f"{seconds:.3g} s"
-
-
-def interval(seconds: Estimate) -> str:
-    """Return seconds with their interval as text.
-
-    Example:
-        >>> interval(Estimate(42.0, 30.0, 60.0)), interval(Estimate(42.0, 30.0, math.inf))
-        ('42 s (30 s to 60 s)', '42 s (30 s or more)')
-    """
-    end = "or more" if math.isinf(seconds.high) else f"to {duration(seconds.high)}"
-    return f"{duration(seconds.value)} ({duration(seconds.low)} {end})"
 
 
 # --- The run: its searches, measurements and times --------------------------------------------------------------------
@@ -217,35 +206,36 @@ class Contribution:
         return self.rate / self.samples
 
 
+_PARTS: Mapping[tuple[str, ...], Callable[[Setting], str]] = {
+    ("rebalance",): lambda at: "proportional batches",
+    ("all_reduce",): lambda at: f"all-reduce {at.all_reduce}",
+    ("groups",): lambda at: f"{counted(at.groups, 'group')}, {at.method or 'the same method'}",
+    ("method", "period"): lambda at: replace(at, wire="", overlap=False, all_reduce="").exchange or "another method",
+    ("wire",): lambda at: f"compression {at.wire}",
+    ("overlap",): lambda at: "overlapped" if at.overlap else "not overlapped",
+}
+"""The parts of a choice, by the fields of its setting, and their names once they are in a setting."""
+
+
 class SearchSummary:
     """The derived numbers of one search.
 
-    Args:
-        target: loss to be reached, if any.
-        measured_after: as in `Round`.
+    ``measured_after`` is as in `Round`.
     """
 
-    def __init__(
-        self, search: Search, target: float | None = None, measured_after: Mapping[int, float] | None = None
-    ) -> None:
+    def __init__(self, search: Search, measured_after: Mapping[int, float] | None = None) -> None:
         self.search, self.measured_after = search, measured_after or {}
-        batches = search.observation.batches
-        self._samples = samples_to(target, batches.samples, batches.losses) if target is not None else None
 
     @cached_property
     def choice(self) -> Choice:
         return self.search.choice()
-
-    @property
-    def profile(self) -> Profile:
-        return self.search.profile
 
     def bottleneck(self, prediction: Prediction) -> str:
         return "loading data" if self.search.loading(prediction.bottleneck) else BOTTLENECKS[prediction.bottleneck]
 
     @property
     def ranks(self) -> int:
-        return self.profile.ranks
+        return self.search.profile.ranks
 
     @property
     def start(self) -> Setting:
@@ -255,17 +245,7 @@ class SearchSummary:
     def groups(self) -> tuple[int, ...]:
         return self.search.possible_groups
 
-    # --- Times -------------------------------------------------------------------------------------------------------
-
-    @property
-    def seconds(self) -> Estimate | None:
-        """Return the seconds to the target with the choice; None without a target or a finite forecast."""
-        if self._samples is None:
-            return None
-        chosen, rate = self.samples(self.choice.setting), self.search.throughput(self.choice.setting)
-        value = self._samples.value * chosen.value / rate
-        found = Estimate(value, self._samples.low * chosen.low / rate, self._samples.high * chosen.high / rate)
-        return found if math.isfinite(value) else None
+    # --- Speed -------------------------------------------------------------------------------------------------------
 
     @cached_property
     def speed_up(self) -> Estimate:
@@ -301,7 +281,7 @@ class SearchSummary:
         found = {"speed_up": self.speed_up.value, "samples_per_second": self.rate.value}
         if self.measured_rate is not None:
             found["measured_samples_per_second"] = self.measured_rate
-        return found if self.seconds is None else {**found, "seconds_to_target": self.seconds.value}
+        return found
 
     @property
     def headline(self) -> dict[str, str]:
@@ -310,8 +290,6 @@ class SearchSummary:
         if self.measured_rate is not None:
             outside = ", outside the forecast's interval" if self.is_outside else ""
             found[NAMES["measured_samples_per_second"]] = f"{number(self.measured_rate)}{outside}"
-        if self.seconds is not None:
-            found[NAMES["seconds_to_target"]] = interval(self.seconds)
         return found
 
     def samples(self, setting: Setting) -> Estimate:
@@ -334,25 +312,12 @@ class SearchSummary:
 
     def _on_the_way(self, choice: Setting) -> list[tuple[str, Setting]]:
         """Return the parts of a choice and the setting after each; the last one is the choice."""
-        own, parts, at = self.start, [], self.start
-        if choice.rebalance:
-            at = replace(at, rebalance=True)
-            parts.append(("proportional batches", at))
-        if choice.all_reduce != own.all_reduce:
-            at = replace(at, all_reduce=choice.all_reduce)
-            parts.append((f"all-reduce {at.all_reduce}", at))
-        if choice.groups != own.groups:
-            at = replace(at, groups=choice.groups)
-            parts.append((f"{counted(at.groups, 'group')}, {at.method or 'the same method'}", at))
-        if (choice.method, choice.period) != (own.method, own.period):
-            at = replace(at, method=choice.method, period=choice.period)
-            parts.append((replace(at, wire="", overlap=False, all_reduce="").exchange or "another method", at))
-        if choice.wire != own.wire:
-            at = replace(at, wire=choice.wire)
-            parts.append((f"compression {at.wire}", at))
-        if choice.overlap != own.overlap:
-            at = replace(at, overlap=choice.overlap)
-            parts.append(("overlapped" if at.overlap else "not overlapped", at))
+        parts, at = [], self.start
+        for names, words in _PARTS.items():
+            changed = {name: getattr(choice, name) for name in names}
+            if changed != {name: getattr(at, name) for name in names}:
+                at = replace(at, **changed)
+                parts.append((words(at), at))
         if not parts:
             parts.append(("momentum and learning rate", choice))
         suited = self.search.theory.suggested  # it sets the momentum and rate that are expected to suit a setting
@@ -362,29 +327,10 @@ class SearchSummary:
 
     @cached_property
     def curve(self) -> dict[int, Setting]:
-        """Return, for each number of groups, the best setting by the forecast; for the choice's, the choice."""
         best = {groups: best_by_forecast(self.search, groups) for groups in self.groups}
         if self.choice.setting.groups in best:
             best[self.choice.setting.groups] = self.choice.setting
         return best
-
-    @cached_property
-    def systems(self) -> dict[str, Setting]:
-        """Return the settings that well-known systems would use.
-
-        They keep the user's learning rate, except for Rudra, which divides it by the staleness, and Omnivore, which
-        tunes it and uses the groups at which a part saturates.
-        """
-        own, ranks = self.start, self.ranks
-        alone, all_apart = Setting(1, own.momentum, own.lr), Setting(ranks, own.momentum, own.lr)
-        return {
-            "your own setting": own,
-            "DDP, Horovod (synchronous)": alone,
-            "proportional batches": replace(alone, rebalance=True),
-            "Downpour, A-SGD (asynchronous, untuned)": all_apart,
-            "Rudra (asynchronous, lr by staleness)": replace(all_apart, lr=own.lr / max(1, ranks - 1)),
-            "Omnivore (groups where a part saturates)": self.search.theory.tuned(self.profile.saturating_groups()),
-        }
 
     @cached_property
     def predictions(self) -> dict[tuple[int, bool], Prediction]:
@@ -437,7 +383,6 @@ NAMES = {
     "speed_up": "speed-up over your own setting",
     "samples_per_second": "samples/s, forecast",
     "measured_samples_per_second": "samples/s, measured",
-    "seconds_to_target": "time to the target, forecast",
 }
 """The names of the headline's numbers, for people, by those in files and loggers."""
 

@@ -16,15 +16,11 @@ from pathlib import Path
 from typing import Any
 
 from jinja2 import Environment, PackageLoader, StrictUndefined
-from rich.markup import escape
-from rich.table import Column, Table
-from rich.text import Text
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.palette import can_draw, png_of
 from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.report.summary import (
-    NAMES,
     ReportOrigin,
     Round,
     RunTimes,
@@ -142,19 +138,6 @@ class Section:
         return TextTable(["trained with", "seconds, measured over predicted", "standard error"], rows)
 
     @property
-    def systems(self) -> TextTable:
-        summary = self.summary
-        heads = ["system", "setting", "speed-up", "80 % interval"]
-        settings = {"the choice": summary.choice.setting, **summary.systems}
-        gains = {name: summary.speed_up_of(each) for name, each in settings.items()}
-        rows = [
-            [name, str(settings[name]), times(gain.value), f"{times(gain.low)} to {times(gain.high)}"]
-            for name, gain in gains.items()
-        ]
-        most = max(gain.value for gain in gains.values())
-        return TextTable(heads, rows, 0, {2: [gain.value / most for gain in gains.values()]})
-
-    @property
     def hardware(self) -> TextTable:
         summary, setting = self.summary, self.summary.choice.setting
         rows = []
@@ -172,7 +155,7 @@ class Section:
 
     @property
     def ranks(self) -> TextTable:
-        speeds = self.summary.profile.speeds
+        speeds = self.summary.search.profile.speeds
         rows = [[str(rank), number(speed)] for rank, speed in enumerate(speeds)]
         return TextTable(["rank", "samples/s"], rows, bars={1: [speed / max(speeds) for speed in speeds]})
 
@@ -208,7 +191,7 @@ class TuningReport(Serializable):
     Args:
         rounds: the first search and the retunings, in order.
         target: value of ``monitor`` to be reached, if any.
-        monitor: name of a metric. Seconds to the target are predicted for losses only.
+        monitor: name of a metric.
         times: the time spent so far, if the run has trained.
         validated: seconds of training, and value of ``monitor``, at the end of each validation.
         written: when and where it was written, if known.
@@ -236,8 +219,7 @@ class TuningReport(Serializable):
 
     @cached_property
     def summaries(self) -> tuple[SearchSummary, ...]:
-        target = self.target if "loss" in self.monitor else None
-        return tuple(SearchSummary(each.search, target, each.measured_after) for each in self.rounds)
+        return tuple(SearchSummary(each.search, each.measured_after) for each in self.rounds)
 
     @property
     def numbers(self) -> dict[str, float]:
@@ -351,18 +333,3 @@ class TuningReport(Serializable):
     def _repr_html_(self) -> str:
         text = html.escape(self.html())
         return f'<iframe srcdoc="{text}" style="width: 100%; height: 900px; border: 0"></iframe>'
-
-    def table(self) -> Table:
-        """Return a table for `rich.print`, with one row for each considered setting."""
-        right = [Column(head, justify="right") for head in ("samples/s", "samples", NAMES["speed_up"])]
-        table = Table(
-            Column("setting"), Column("proposed by"), *right, title="OmniTuner", caption=escape(self.statement)
-        )
-        for chosen, summary in zip(self.rounds, self.summaries, strict=True):
-            if len(self.rounds) > 1:
-                table.add_section()
-                table.add_row(Text(f"epoch {chosen.epoch}: {summary.choice.setting}", style="bold"))
-            for row in summary.considered:
-                numbers = number(row.rate), times(row.samples), times(row.speed_up)
-                table.add_row(Text(str(row.setting)), Text(row.by), *numbers)
-        return table

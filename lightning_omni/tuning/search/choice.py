@@ -44,8 +44,7 @@ class Choice(Serializable):
 def log_seconds(evidence: Evidence, setting: Setting, forming: bool = True) -> float:
     """Return the log of the predicted seconds from now to the end; ``forming`` includes the time to form groups."""
     spec, start = evidence.spec, evidence.start
-    by_samples = math.inf if spec.ends_by_time else spec.horizon / max(evidence.throughput(start), 1e-12)
-    left = min(spec.seconds, by_samples)
+    left = spec.horizon / max(evidence.throughput(start), 1e-12)
     seconds = left * math.exp(evidence.log_time(setting) - evidence.log_time(start))
     needs_forming = forming and setting.groups > 1 and setting != start
     return math.log(max(seconds + spec.switch * needs_forming, 1e-12))
@@ -160,12 +159,9 @@ def verdict(evidence: Evidence, is_early: bool = False, may_stay: bool = True, c
     The interval of the hardware forecast narrows with every measured batch. The uncertainty of the samples does not, so
     a part of its standard deviation always counts against a change.
 
-    Args:
-        evidence: the evidence so far.
-        is_early: whether only proportional batches may be decided on, which leave the updates unchanged.
-        may_stay: whether "nothing" may be returned.
-        can_wait: whether measuring more costs little. Then step times that scatter much decide nothing: a gain is
-            certain before it is certain which setting gains most.
+    With ``is_early``, only proportional batches may be decided on, which leave the updates unchanged. Without
+    ``may_stay``, "nothing" is not returned. With ``can_wait``, measuring more costs little, and step times that scatter
+    much decide nothing: a gain is certain before it is certain which setting gains most.
     """
     start = evidence.start
     if is_early and start == evidence.spec.start:

@@ -18,8 +18,7 @@ CAUTION = 0.25
 POINTS = 600
 """Points at which the acquisition function is evaluated."""
 RATE_FACTOR = 3.0
-"""scikit-optimize may propose learning rates between the prior's rate divided by this factor and the rate times it. If
-one group diverges whose momentum or rate alone are not the user's, its rate is divided by the factor."""
+"""scikit-optimize may propose learning rates between the prior's rate divided by this factor and the rate times it."""
 FORMING = 0.5
 """Assumed seconds to form groups until the run has formed some."""
 SEGMENT_ERROR = 0.02

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cache, cached_property
 from typing import Any
@@ -14,14 +14,14 @@ import numpy as np
 from lightning_omni.methods import method_named, with_period
 from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model.constants import BLOCKS, TAIL
-from lightning_omni.tuning.model.convergence import Estimate
 from lightning_omni.tuning.model.cost_model import ExchangePattern
+from lightning_omni.tuning.model.estimate import Estimate
 from lightning_omni.tuning.model.forecast import Scaling, Setting, TrainedBatches
 from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Prediction, Profile
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search.prior import Prior, PriorTheory
-from lightning_omni.tuning.search.space import SearchSpec, checked_axis, compression_named
+from lightning_omni.tuning.search.space import SearchSpec, compression_named
 
 Array = np.ndarray[Any, Any]
 
@@ -36,11 +36,6 @@ class SpeedResiduals:
     Its mean is zero, and its kernel is fixed. Settings are close if they have about as many groups and exchange about
     as often, in the same way.
 
-    Args:
-        log_ratios: logarithm of measured over predicted seconds of each segment.
-        spans: lengths of the ranges among the user-defined dimensions, by name. Values half a range apart are as
-            different as two values of a list.
-
     Example:
         >>> from lightning_omni.tuning.model.forecast import Setting
         >>> trained = Setting(4, 0.6, 0.1, method="async_sgd")
@@ -52,14 +47,7 @@ class SpeedResiduals:
         True
     """
 
-    def __init__(
-        self,
-        settings: Sequence[Setting],
-        log_ratios: Sequence[float],
-        variances: Sequence[float],
-        spans: Mapping[str, float] | None = None,
-    ) -> None:
-        self._spans = dict(spans or {})
+    def __init__(self, settings: Sequence[Setting], log_ratios: Sequence[float], variances: Sequence[float]) -> None:
         latest = {(*_place(each), *each.further): number for number, each in enumerate(settings)}
         kept = sorted(latest.values())  # the latest of settings with the same coordinates
         self._settings = [settings[number] for number in kept]
@@ -69,7 +57,6 @@ class SpeedResiduals:
             self._weights = self._inverse @ np.array([log_ratios[number] for number in kept])
 
     def __call__(self, setting: Setting) -> tuple[float, float]:
-        """Return the expected log ratio of a setting, and its standard deviation."""
         if not self._settings:
             return 0.0, c.SPEED_ERROR
         near = self._kernel([setting], self._settings)[0]
@@ -79,15 +66,9 @@ class SpeedResiduals:
     def _kernel(self, some: Sequence[Setting], others: Sequence[Setting]) -> Array:
         a, b = (np.array([_place(each) for each in settings]) for settings in (some, others))
         squares = ((a[:, None] - b[None]) ** 2).sum(-1)
-        squares += np.array([[self._apart(one, other) for other in others] for one in some])
+        differing = [[len(dict({*one.further} ^ {*other.further})) for other in others] for one in some]
+        squares += c.OTHER_VALUE**2 * np.array(differing)
         return np.asarray(c.SPEED_ERROR**2 * np.exp(-0.5 * squares))
-
-    def _apart(self, one: Setting, other: Setting) -> float:
-        mine, theirs = dict(one.further), dict(other.further)
-        differing = [name for name in {*mine, *theirs} if mine.get(name) != theirs.get(name)]
-        spans = {name: width for name, width in self._spans.items() if name in mine and name in theirs}
-        parts = [2 * abs(mine[each] - theirs[each]) / spans[each] if each in spans else 1.0 for each in differing]
-        return math.fsum((c.OTHER_VALUE * part) ** 2 for part in parts)
 
 
 def _place(setting: Setting) -> list[float]:
@@ -205,13 +186,7 @@ class Evidence:
             [each.setting for each in self.segments],
             [each.log_ratio for each in self.segments],
             [each.variance for each in self.segments],
-            self.widths,
         )
-
-    @cached_property
-    def widths(self) -> dict[str, float]:
-        axes = {each.name: checked_axis(each, self) for each in self.spec.space.further}
-        return {name: axis[1] - axis[0] for name, axis in axes.items() if isinstance(axis, tuple)}
 
     def residual(self, setting: Setting) -> tuple[float, float]:
         """Return the expected log ratio of actual to modelled seconds of a setting, and its standard deviation.

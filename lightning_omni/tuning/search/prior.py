@@ -1,8 +1,6 @@
 """Costs of settings in samples before a run has shown anything: a table that was measured in the simulator.
 
-``prior.json`` holds, for each method, number of groups, local steps and scatter of step times, the momentum and step
-that need the fewest samples to a held-out loss, in the geometric mean over tasks, and the ratio of these samples to
-those of synchronous training. ``tests/benchmarks/prior.py`` generates it.
+``prior.json`` holds the rows, geometric means over tasks. ``tests/benchmarks/prior.py`` generates it.
 
 Rule 1: a step is how far each sample moves the weights, relative to the user's own: `Scaling` for methods whose
 optimizer steps at the server for every group's gradient, and the same without the factor for groups elsewhere.
@@ -23,7 +21,7 @@ import numpy as np
 
 from lightning_omni.methods import DiLoCo, LocalSGD, method_named
 from lightning_omni.serialization import Serializable
-from lightning_omni.tuning.model.forecast import Scaling, Setting, explicit_for
+from lightning_omni.tuning.model.forecast import Scaling, Setting
 from lightning_omni.tuning.search import constants as c
 
 Array = np.ndarray[Any, Any]
@@ -56,7 +54,7 @@ class PriorRow(Serializable):
         is_adaptive: whether the optimizer was AdamW instead of SGD.
         times: name of the distribution of step times.
         scatter: coefficient of variation of a group's step times.
-        momentum: the momentum that needed the fewest samples (β1 of AdamW).
+        momentum: the momentum that needed the fewest samples to a held-out loss (β1 of AdamW).
         step: the step that needed them, relative to the user's own.
         log_cost: logarithm of these samples, relative to those of synchronous training.
         deviation: standard deviation of ``log_cost`` from task to task, with the error of the mean.
@@ -110,15 +108,6 @@ class Prior:
         overlap: the same of overlapped exchanges.
         all_reduce: the same of all-reduce formats inside groups, for adaptive optimizers (True) and SGD (False); a
             format without an entry costs as much as a lossy wire format.
-        provenance: how the table was made.
-
-    Example:
-        >>> prior = Prior.load()
-        >>> prior.log_cost("async_sgd", 1, 1, scatter=0.0)
-        (0.0, 0.0)
-        >>> momentum, step = prior.suggested("async_sgd", 8, 1, momentum=0.9, scatter=1.0, is_adaptive=False)
-        >>> momentum < 0.9
-        True
     """
 
     rows: tuple[PriorRow, ...]
@@ -195,7 +184,6 @@ class Prior:
         return _added((cost, deviation), variants)
 
     def covers(self, method: str, groups: int, period: int) -> bool:
-        """Return whether a number of groups and of local steps is inside the table."""
         names = (method, *RELATIVES.get(method, ()))
         rows = next((rows for name in names if (rows := self._rows(name, is_adaptive=False))), [])
         most = max((row.groups for row in rows), default=1), max((row.period for row in rows), default=1)
@@ -301,7 +289,6 @@ class PriorTheory:
 
     Args:
         start: the user's own setting, of one group, to which all others are relative.
-        scatter: coefficient of variation of the groups' step times.
     """
 
     start: Setting
@@ -312,12 +299,6 @@ class PriorTheory:
     @property
     def step(self) -> float:
         return self.scaling.step(self.start)
-
-    def tuned(self, groups: int) -> Setting:
-        """Return plain asynchronous SGD with the momentum that implicit momentum leaves, and the user's step."""
-        own = self.start.momentum
-        momentum = own if self.scaling.is_adaptive else explicit_for(own, groups - 1)
-        return Setting(groups, momentum, self.scaling.lr(groups, momentum, self.step))
 
     def suggested(self, setting: Setting) -> Setting:
         momentum, factor = self.prior.suggested(
@@ -335,7 +316,6 @@ class PriorTheory:
         return self.prior.covers(_known_as(setting.method), setting.groups, setting.period)
 
     def __call__(self, setting: Setting) -> float:
-        """Return the logarithm of the samples to a target, up to a constant."""
         return self._cost(setting)[0]
 
     def error(self, setting: Setting) -> float:

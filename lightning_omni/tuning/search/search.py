@@ -172,7 +172,7 @@ class _Axes:
             lr = min(setting.lr * math.exp(log_factor), most)
             setting = space.holds(replace(setting, momentum=momentum, lr=float(f"{lr:.3g}")))
         for each, value in zip(self.further, further, strict=True):
-            setting = each.put(setting, value)
+            setting = setting.with_further(each.name, value)
         return setting
 
 
@@ -252,7 +252,6 @@ class Search(Evidence):
             "known": [each.to_dict() for each in self.known],
             "segments": [each.to_dict() for each in self.segments],
             "overhead": self.overhead,
-            "widths": self.widths,
             "chosen": self._chosen.to_dict() if self._chosen is not None else None,
             "considered": [each.to_dict() for each in self.considered],
         }
@@ -262,7 +261,7 @@ class Search(Evidence):
         known = [Measured.from_dict(each) for each in plain["known"]]
         segments = [TrainedSegment.from_dict(each) for each in plain["segments"]]
         search = cls(SearchSpec.from_dict(plain["spec"]), Observation.from_dict(plain["observation"]), known, segments)
-        search.overhead, search.widths = plain["overhead"], dict(plain["widths"])
+        search.overhead = plain["overhead"]
         search.considered = [ConsideredSetting.from_dict(each) for each in plain["considered"]]
         if plain["chosen"] is not None:
             search._chosen = Choice.from_dict(plain["chosen"])

@@ -6,6 +6,7 @@ import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import product
 from numbers import Integral, Real
 from typing import Any, ClassVar
@@ -53,7 +54,7 @@ class Dimension(ABC):
         """Return the key in ``space=``."""
 
     @abstractmethod
-    def axis(self, known: Any) -> Axis:
+    def axis(self, known: Any) -> list[Any]:
         """Return the values to choose from, given the `Evidence`; rank 0 calls it, often in a second thread."""
 
     @abstractmethod
@@ -63,10 +64,6 @@ class Dimension(ABC):
     @abstractmethod
     def apply(self, world: Any, value: Any) -> None:
         """Make a run use a value."""
-
-    def put(self, setting: Setting, value: Any) -> Setting:
-        """Return a setting with a value in this dimension."""
-        return setting.with_further(self.name, value)
 
 
 def compression_named(text: Any) -> Compression:
@@ -119,8 +116,6 @@ class Space:
     all_reduce: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        if 1 not in self.groups:
-            raise ConfigurationError(f'space={{"groups": {list(self.groups)}}}: one group has to be among them; add 1')
         (least, most), (slowest, fastest) = self.momentum, self.lr
         _check_range("momentum", self.momentum, 0 <= least <= most < 1, "from 0 up to 1, without 1")
         _check_range("lr", self.lr, 0 <= slowest <= fastest and fastest > 0, "above 0")
@@ -153,13 +148,13 @@ class Space:
         for name in given:
             if name not in _KNOWN:
                 raise ConfigurationError(f"space={{{name!r}: ...}}: pass some of {', '.join(map(repr, _KNOWN))}")
-        groups = _numbers("groups", given.get("groups", group_counts(ranks)), whole=True)
+        options: dict[str, Any] = {"groups": group_counts(ranks), "momentum": (0.0, max(momentum, cls.momentum[1]))}
+        options |= {name: _KNOWN[name](name, value) for name, value in given.items()}
+        groups = options.pop("groups")
         if not all(1 <= number <= ranks for number in groups):
-            raise ConfigurationError(f'space={{"groups": {groups}}}: pass whole numbers from 1 to {ranks}, the ranks')
-        options: dict[str, Any] = {"momentum": (0.0, max(momentum, cls.momentum[1]))}
-        for name, read in _KNOWN.items():
-            if name in given and name != "groups":
-                options[name] = read(name, given[name])
+            raise ConfigurationError(
+                f'space={{"groups": {list(groups)}}}: pass whole numbers from 1 to {ranks}, the ranks'
+            )
         return cls(tuple(sorted({1, *(g for g in groups if g == 1 or allowed(g))})), further=further, **options)
 
     def ways(self, start: Setting, suggested: Callable[[Setting], Setting]) -> list[Setting]:
@@ -200,31 +195,46 @@ def _check_texts(name: str, values: Sequence[Any], what: str, read: Callable[[st
         read(each)
 
 
+def _numbers(name: str, given: Any, whole: bool = False) -> tuple[Any, ...]:
+    values = _list(name, given)
+    for each in values:
+        good = isinstance(each, Integral) if whole else isinstance(each, Real) and math.isfinite(each)
+        if isinstance(each, bool) or not good:
+            raise ConfigurationError(
+                f"space={{{name!r}: {given!r}}}: pass {'whole numbers' if whole else 'finite numbers'}, one or several"
+            )
+    return tuple(sorted(set(map(plain, values))))
+
+
 def _bounds(name: str, given: Any) -> tuple[float, float]:
     numbers = _numbers(name, given)
-    return min(numbers), max(numbers)
+    return numbers[0], numbers[-1]
 
 
 def _flags(name: str, given: Any) -> tuple[bool, ...]:
-    values = tuple(dict.fromkeys(_list(given)))
-    if not values or not all(isinstance(each, bool) for each in values):
+    values = _choices(name, given)
+    if not all(isinstance(each, bool) for each in values):
         raise ConfigurationError(f'space={{"{name}": {given!r}}}: pass True, False or both')
     return values
 
 
 def _choices(name: str, given: Any) -> tuple[Any, ...]:
-    values = tuple(dict.fromkeys(_list(given)))
+    return tuple(dict.fromkeys(_list(name, given)))
+
+
+def _list(name: str, given: Any) -> list[Any]:
+    values = list(given) if isinstance(given, Iterable) and not isinstance(given, str) else [given]
     if not values:
-        raise ConfigurationError(f"space={{{name!r}: {given!r}}}: nothing to choose from")
+        raise ConfigurationError(f"space={{{name!r}: {given!r}}}: nothing to choose from; pass at least one value")
     return values
 
 
 _KNOWN: dict[str, Callable[[str, Any], Any]] = {
-    "groups": lambda name, given: tuple(sorted(set(_numbers(name, given, whole=True)))),
+    "groups": partial(_numbers, whole=True),
     "momentum": _bounds,
     "lr": _bounds,
     "rebalance": lambda name, given: any(_flags(name, given)),
-    "period": lambda name, given: tuple(sorted(set(_numbers(name, given, whole=True)))),
+    "period": partial(_numbers, whole=True),
     "method": _choices,
     "compression": _choices,
     "overlap": _flags,
@@ -251,24 +261,19 @@ def group_counts(ranks: int) -> list[int]:
     return sorted({2**power for power in range(ranks.bit_length()) if 2**power <= ranks} | {ranks})
 
 
-def checked_axis(dimension: Dimension, known: Any) -> Axis:
-    """Return the axis of a user-defined dimension.
+def checked_axis(dimension: Dimension, known: Any) -> list[Any]:
+    """Return the values of a user-defined dimension.
 
     Raises:
-        ConfigurationError: the axis is invalid, or is a range although the run's value is a text.
+        ConfigurationError: they are no list of plain values.
     """
-    axis, name = dimension.axis(known), dimension.name
-    if isinstance(axis, list) and axis and all(map(is_plain, axis)):
-        return axis
-    is_pair = isinstance(axis, tuple) and len(axis) == 2 and all(isinstance(each, (int, float)) for each in axis)
-    if is_pair and -math.inf < axis[0] < axis[1] < math.inf:
-        value = known.spec.start.further_value(name)
-        if not isinstance(value, str):
-            return float(axis[0]), float(axis[1])
-    raise ConfigurationError(
-        f"space={{{name!r}: ...}}: its axis is {axis!r}; return a list of numbers, texts or True and False, or,"
-        " if the run has a number, a tuple of the smallest and the largest"
-    )
+    axis = dimension.axis(known)
+    if not isinstance(axis, list) or not axis or not all(map(is_plain, axis)):
+        raise ConfigurationError(
+            f"space={{{dimension.name!r}: ...}}: its axis is {axis!r}; return a list of numbers, texts, or True and"
+            " False"
+        )
+    return axis
 
 
 def is_plain(value: Any) -> bool:
@@ -285,23 +290,6 @@ def apply_further(dimensions: Sequence[Dimension], world: Any, setting: Setting)
     return any(each.needs_regroup for each in changed)
 
 
-def _list(value: Any) -> list[Any]:
-    return list(value) if isinstance(value, Iterable) and not isinstance(value, str) else [value]
-
-
-def _numbers(name: str, value: Any, whole: bool = False) -> list[Any]:
-    values = _list(value)
-    for each in values:
-        good = isinstance(each, Integral) if whole else isinstance(each, Real) and math.isfinite(each)
-        if isinstance(each, bool) or not good:
-            raise ConfigurationError(
-                f"space={{{name!r}: {value!r}}}: pass {'whole numbers' if whole else 'finite numbers'}, one or several"
-            )
-    if not values:
-        raise ConfigurationError(f"space={{{name!r}: {value!r}}}: nothing to choose from; pass at least one number")
-    return [plain(each) for each in values]
-
-
 @dataclass(frozen=True)
 class SearchSpec(Serializable):
     """The specification of a search for a setting.
@@ -310,14 +298,9 @@ class SearchSpec(Serializable):
         start: the setting of one group that the run uses without a search: the user's own.
         batch: samples of all ranks in one batch.
         horizon: samples that the run will still train on.
-        seconds: seconds until the run ends in any case.
-        ends_by_time: whether nothing else ends the run, so that ``horizon`` is a guess.
         switch: seconds to form groups, as measured in this run.
         budget: part of the run's time that choosing and forming groups may take.
         allowance: seconds of the budget that the run has earned and not spent.
-
-    Raises:
-        ConfigurationError: the learning rate of ``start`` is 0, which no factor changes.
     """
 
     start: Setting
@@ -325,16 +308,10 @@ class SearchSpec(Serializable):
     horizon: float
     space: Space
     scaling: Scaling = field(default_factory=Scaling)
-    seconds: float = UNBOUNDED
-    ends_by_time: bool = False
     switch: float = 0.0
     budget: float = 1.0
     allowance: float = 0.0
     seed: int = 0
-
-    def __post_init__(self) -> None:
-        if not self.start.lr > 0:
-            raise ConfigurationError(f"lr={self.start.lr}: there is nothing to tune; pass a learning rate above 0")
 
     def to_dict(self) -> dict[str, Any]:
         """Return plain values, without user-defined dimensions."""

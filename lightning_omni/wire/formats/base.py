@@ -221,7 +221,7 @@ _registry = Registry(
     "wire format",
     "lightning_omni.wire.formats.WireFormat",
     "--wire-format",
-    internal=frozenset({"raw", "both_ways", "by_share"}),
+    internal=frozenset({"raw", "both_ways"}),
 )
 
 
@@ -262,7 +262,6 @@ def with_fragment(state: State, new: State, layout: Layout, number: int, of: int
 
 
 def check_size(wire_format: WireFormat, nbytes: int, layout: Layout) -> None:
-    """Raise `MalformedMessage` if no payload of these tensors has this size."""
     smallest, largest = wire_format.sizes(layout)
     if not smallest <= nbytes <= largest:
         expected = f"{largest}" if smallest == largest else f"{smallest} to {largest}"
@@ -291,14 +290,7 @@ def decode(wire_format: WireFormat, payload: Tensor, layout: Layout, memory: Mem
 
 
 def argument_of(plain: Mapping[str, Any]) -> str:
-    """Return the argument of OmniStrategy for a format as plain data, for messages.
-
-    Example:
-        >>> argument_of({"name": "int8"})
-        'compression="int8"'
-        >>> argument_of({"name": "both_ways", "push": {"name": "raw"}, "pull": {"name": "bf16"}})
-        'compression=Compression(push="fp32", pull="bf16")'
-    """
+    """Return the argument of OmniStrategy for a format as plain data, for messages."""
     if plain["name"] != "both_ways":
         return f'compression="{_text_of(plain)}"'
     return f'compression=Compression(push="{_text_of(plain["push"])}", pull="{_text_of(plain["pull"])}")'
@@ -333,11 +325,6 @@ def wire_named(text: str) -> WireFormat:
 
 
 def wire_of(given: str | WireFormat) -> WireFormat:
-    """Return the wire format of a name or a format.
-
-    Raises:
-        ConfigurationError: it is neither.
-    """
     if isinstance(given, str):
         return wire_named(given)
     if isinstance(given, WireFormat):
@@ -372,11 +359,6 @@ class PerDirection(WireFormat, frozen=True, kw_only=True, dict=True, tag="both_w
     Raises:
         MalformedMessage: one of them is no format.
         ConfigurationError: one of them is itself for both directions.
-
-    Example:
-        >>> both = PerDirection(push={"name": "int8"}, pull={"name": "bf16"})
-        >>> both.pushes, both.answers
-        (Int8(block=128), BF16())
     """
 
     push: dict[str, Any]

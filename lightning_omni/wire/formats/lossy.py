@@ -141,7 +141,6 @@ def _views(tensors: Sequence[Tensor], pieces: Sequence[tuple[int, int, int]]) ->
 
 
 def _write(payload: Tensor, coded: list[tuple[int, Tensor]]) -> None:
-    """Copy encoded parts to their places in a payload, adjacent ones at once."""
     runs: list[tuple[int, list[Tensor]]] = []
     end = -1
     for start, part in sorted(coded, key=itemgetter(0)):

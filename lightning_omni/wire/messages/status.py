@@ -85,22 +85,16 @@ class AskServer(Message, frozen=True, kw_only=True):
     """A request for `ServerDescription`."""
 
 
-class ProcessInfo(msgspec.Struct, frozen=True):
-    """A server's process: versions of Python and of installed packages, and its clock in seconds since 1970."""
-
-    versions: dict[str, str] = {}
-    time: float = 0.0
-
-
 class ServerDescription(Message, frozen=True, kw_only=True):
     """A description of a server; see also `Welcome`. Time-outs are in seconds.
 
     Attributes:
+        versions: those of Python and of installed packages.
         progress_timeout: as in `lightning_omni.server.membership.timeouts.TimeLimits`; may be infinite.
         joined_heartbeat_timeout: heartbeat timeout of runs that groups join on their own; 0 if unknown.
     """
 
-    about: ProcessInfo
+    versions: dict[str, str]
     data_port: int
     heartbeat_timeout: float
     progress_timeout: float

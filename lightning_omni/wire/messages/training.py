@@ -45,12 +45,10 @@ class Restructured(Message, frozen=True, kw_only=True):
 class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
     """A push: a gradient, weights or a change of weights, as far as tensors are present.
 
+    `lightning_omni.methods.Exchange` has the other attributes.
+
     Attributes:
-        read_at: clock of the weights that it was computed from.
         present: for each parameter, whether it has a tensor.
-        hyperparameters: one mapping for each parameter group; empty if the optimizer steps at the workers.
-        note: a number for the method.
-        pull: whether the answer must contain tensors.
         epoch: the epoch, -1 if its data is not leased.
         trained: number of the group's batches of the epoch that are trained so far, those of this push included.
         incarnation: the group's incarnation; pushes of an earlier one are refused.
@@ -107,8 +105,8 @@ class Weights(Message, frozen=True, kw_only=True):
 
     Attributes:
         staleness: staleness of the answered push; -1 if it was refused, and for other requests.
-        applied: False if the push was refused; then these are the master weights.
-        repeated: whether the push had been counted before; then these are the master weights.
+        applied: False if the push was refused; then, as for a repeated one, these are the master weights.
+        repeated: whether the push had been counted before.
         progress: positions of the epoch trained by all groups.
         stop: as in `LeaveEpoch`.
         validations: complete validations, as in `Validations`.
@@ -162,7 +160,7 @@ class HeadBackward(Message, frozen=True, kw_only=True):
 
     Attributes:
         packed: one gradient for each tensor of the output; None where the loss does not depend on it.
-        hyperparameters: as in `PushMessage`, of the parameter groups that hold weights of the head.
+        hyperparameters: as in `Exchange`, of the parameter groups that hold weights of the head.
         scale: factor for the gradients of the head's weights.
         clip: largest norm or magnitude of these; 0 clips nothing.
         trained: as in `PushMessage`, with this batch, which only the push of the body counts.

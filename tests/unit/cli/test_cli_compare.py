@@ -11,7 +11,7 @@ import pytest
 from lightning_omni import Compression, OmniStrategy
 from lightning_omni.cli import main
 from lightning_omni.cli.compare import DescribedMachines, MachineComparison, strategy_text
-from lightning_omni.tuning.model.convergence import Estimate
+from lightning_omni.tuning.model.estimate import Estimate
 from lightning_omni.tuning.model.forecast import Scaling, Setting
 from lightning_omni.tuning.search.prior import Prior, PriorTheory
 

@@ -24,7 +24,7 @@ from test_server_core import Link, expect_refusal
 from lightning_omni.cli import main, top
 from lightning_omni.cli.console import command_output
 from lightning_omni.server.core import ServerCore
-from lightning_omni.transport.zeromq.server import ZeroMQServer, about, versions
+from lightning_omni.transport.zeromq.server import ZeroMQServer, versions
 from lightning_omni.wire import messages as m
 
 KEY = "5a" * 32
@@ -63,7 +63,7 @@ def test_all_is_well_with_a_server_that_serves(capsys: pytest.CaptureFixture[str
     assert re.search(refused, server.output, re.MULTILINE), server.output
     assert "the key does not match" not in server.output
     said = capsys.readouterr().out
-    for step in ("key", "address", "control port", "handshake", "versions", "data port", "clock", "run", "latency"):
+    for step in ("key", "address", "control port", "handshake", "versions", "data port", "run", "latency"):
         assert re.search(rf"✓\s*│ {step}\s", said), said
     for way in ("to", "from"):
         assert float(re.search(rf"bandwidth {way} it\s*│ (?:at least )?(\d+) MB/s", said)[1]) > 1  # type: ignore[index]
@@ -188,10 +188,10 @@ def test_at_a_terminal_a_line_that_disappears_has_what_is_waited_for(monkeypatch
     monkeypatch.setenv("TERM", "xterm")
     with os.fdopen(terminal, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
-        with command_output() as tell:
-            tell.wait_for("an answer")
-            tell.show(Text("✓ it came"))
-            tell.wait_for("another one")
+        with command_output() as (show, wait_for):
+            wait_for("an answer")
+            show(Text("✓ it came"))
+            wait_for("another one")
             time.sleep(0.2)
         said = os.read(reader, 1 << 16).decode()
     os.close(reader)
@@ -210,27 +210,24 @@ def test_a_data_port_that_cannot_be_reached_is_told_from_the_control_port(capsys
     assert "bandwidth" not in said
 
 
-def test_other_versions_and_a_clock_that_is_wrong_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_versions_are_warned_of(capsys: pytest.CaptureFixture[str]) -> None:
     with serving() as server:
-        other = {**versions(), "torch": "1.0.0"}
-        server.core.about = lambda: m.ProcessInfo(other, time.time() + 100)
+        server.core.versions = {**versions(), "torch": "1.0.0"}
         assert main(["doctor", server.address]) == 0
         said = capsys.readouterr().out
     assert re.search(r"!\s*│ versions .*torch .* \(server 1\.0\.0\)", said)
-    assert re.search(r"!\s*│ clock .*the server's is (99|100)\.\d+ s ahead", said)
     assert "install the same torch on both sides" in said
-    assert "set both by NTP" in said
 
 
 def test_only_who_holds_the_key_is_told_what_the_server_is_and_no_echo_is_too_large() -> None:
     link = Link(1)
-    link.core.about = about
+    link.core.versions = versions()
     for message in (m.AskServer(), m.Echo()):
         expect_refusal(say(link, message, b"stranger"), "stranger")
     watch(link)
     described = say(link, m.AskServer())
     assert (described.data_port, described.heartbeat_timeout, described.servers) == (4242, 30.0, 1)
-    assert described.about.versions["python"]
+    assert described.versions["python"]
     for nbytes in (-1, m.LARGEST_ECHO + 1):
         expect_refusal(say(link, m.Echo(nbytes=nbytes)), "protocol")
     ((answer, payload),) = link.say(b"observer", m.Echo(nbytes=1000), b"x" * 1000)

@@ -3,27 +3,21 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import os
 import secrets
 import signal
-import subprocess
 import sys
-import threading
 from collections.abc import Iterator
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import pytest
-import pytorch_lightning as pl
 import torch
-from pytorch_lightning.plugins.io import TorchCheckpointIO
 from rich.console import Console
 from test_resilience import Mortal, workers
 from test_servers import same
 from test_transport import KEY
 
-from lightning_omni import OmniStrategy
 from lightning_omni.cli.serve import Options, RunLog, StandaloneServer, StopSignals
 from lightning_omni.methods import method_named
 from lightning_omni.server.core import ServerCore
@@ -85,87 +79,6 @@ def test_a_record_without_an_event_leaves_that_of_the_run_before(tmp_path: Path)
             record(Event(kind="push", time=0.0, clock=clock))
         record.close()
         assert [each.clock for each in read_record(tmp_path / "record")] == ([*clocks] or [0, 1, 2])
-
-
-@pytest.fixture
-def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """A file system of 256 kB."""
-    folder = tmp_path / "small"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(folder)]
-    if (
-        sys.platform != "linux"
-        or os.geteuid() != 0
-        or subprocess.run(mount, check=False, capture_output=True).returncode
-    ):
-        pytest.skip("only root may mount a small file system, on Linux")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-class Module(pl.LightningModule):
-    def __init__(self, numbers: int) -> None:
-        super().__init__()
-        self.weight = torch.nn.Parameter(torch.zeros(numbers))
-
-
-def save(strategy: Any, numbers: int, path: Path) -> None:
-    strategy.save_checkpoint({"state_dict": Module(numbers).state_dict()}, path)
-
-
-def test_a_checkpoint_on_a_full_disk_is_refused_and_the_old_one_kept(small_disk: Path) -> None:
-    strategy = OmniStrategy(groups=2)
-    save(strategy, 1_000, small_disk / "last.ckpt")
-    with pytest.raises(OSError, match="No space left on device: this checkpoint was not saved") as error:
-        save(strategy, 1_000_000, small_disk / "last.ckpt")
-    assert error.value.errno == errno.ENOSPC
-    assert error.value.filename == str(small_disk / "last.ckpt")
-    with pytest.raises(OSError, match="No space"):
-        save(strategy, 1_000_000, small_disk / "other.ckpt")
-    assert [file.name for file in small_disk.iterdir()] == ["last.ckpt"]
-    assert torch.load(small_disk / "last.ckpt")["state_dict"]["weight"].numel() == 1_000
-
-
-def test_a_checkpoint_whose_writing_is_interrupted_leaves_the_old_one_and_no_part_of_itself(tmp_path: Path) -> None:
-    strategy = OmniStrategy(groups=2)
-    save(strategy, 10, tmp_path / "run.ckpt")
-    before = (tmp_path / "run.ckpt").read_bytes()
-    partial = tmp_path / f"run.ckpt.{os.getpid()}.partial"
-    os.mkfifo(partial)  # so that it is known when it is being written; a pipe does not hold all of it
-    main = threading.main_thread().ident
-    assert main is not None
-
-    def interrupt() -> None:
-        with partial.open("rb") as file:
-            assert file.read(1)
-            signal.pthread_kill(main, signal.SIGUSR1)
-            file.read()
-
-    handler = signal.signal(signal.SIGUSR1, signal.default_int_handler)  # as Ctrl-C, which pytest may ignore
-    reader = threading.Thread(target=interrupt)
-    reader.start()
-    try:
-        with pytest.raises(KeyboardInterrupt):
-            save(strategy, 1_000_000, tmp_path / "run.ckpt")
-    finally:
-        reader.join(60)
-        signal.signal(signal.SIGUSR1, handler)
-    assert (tmp_path / "run.ckpt").read_bytes() == before
-    assert [path.name for path in tmp_path.iterdir()] == ["run.ckpt"]
-
-
-def test_a_checkpoint_plugin_of_the_users_is_left_alone(tmp_path: Path) -> None:
-    class Plugin(TorchCheckpointIO):
-        saved: list[str] = []
-
-        def save_checkpoint(self, checkpoint: Any, path: Any, storage_options: Any = None) -> None:
-            self.saved.append(str(path))
-
-    strategy = OmniStrategy(groups=2, checkpoint_io=Plugin())
-    save(strategy, 10, tmp_path / "some.ckpt")
-    assert Plugin.saved == [str(tmp_path / "some.ckpt")]
-    assert isinstance(strategy.checkpoint_io, Plugin)
-    assert type(OmniStrategy(groups=2).checkpoint_io) is TorchCheckpointIO, "what else is taken for a user's"
 
 
 # --- The server's state ----------------------------------------------------------------------------------------------
@@ -361,7 +274,7 @@ def test_a_standing_server_whose_log_cannot_be_written_serves_on(
         threads=torch.get_num_threads(),
         allow_optimizers=(),
     )
-    options = Options(1, 0, "off", once=False, http=None, http_host="", key_file=None)
+    options = Options(1, once=False, http=None, http_host="", key_file=None)
     console, signals = Console(file=request.getfixturevalue(log)), StopSignals()
     RunLog(run.core, console).write(at_once=True)
     assert run.core.status_service.run_events

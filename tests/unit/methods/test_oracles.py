@@ -921,36 +921,6 @@ def test_diloco_is_torchs_nesterov_on_the_mean_change_to_the_bit(make: Make, bet
 # --- Streaming -------------------------------------------------------------------------------------------------------
 
 
-class Streamed(DiLoCo, frozen=True, kw_only=True, tag="test_streamed"):
-    """DiLoCo by the way of streaming, whatever its settings."""
-
-    @property
-    def streams(self) -> bool:
-        return True
-
-
-class StreamedMean(LocalSGD, frozen=True, kw_only=True, tag="test_streamed_mean"):
-    """The same for local SGD."""
-
-    @property
-    def streams(self) -> bool:
-        return True
-
-
-@pytest.mark.parametrize("make", [sgd(0.1, momentum=0.9), RULES["adamw"]], ids=["SGD", "AdamW"])
-@pytest.mark.parametrize(
-    ("plain", "streamed"), [(DiLoCo(period=3), Streamed(period=3)), (LocalSGD(period=3), StreamedMean(period=3))]
-)
-def test_one_fragment_without_delay_and_mixing_is_the_plain_method_bitwise(
-    plain: Method, streamed: Method, make: Make
-) -> None:
-    clusters = [Cluster(method, 3, make=make) for method in (plain, streamed)]
-    for cluster in clusters:
-        cluster.run([0, 1, 2] * 10)
-    for mine, theirs in zip(*(cluster.everything() for cluster in clusters), strict=True):
-        assert torch.equal(mine, theirs)
-
-
 @pytest.mark.parametrize(
     ("fragments", "delay", "alpha"),
     [(1, 2, 0.0), (2, 0, 0.0), (2, 1, 0.5), (3, 1, 0.25), (1, 2, "keep_steps"), (2, 1, "keep_steps")],

@@ -82,7 +82,7 @@ def test_what_rank_0_says_holds_no_key_of_the_environment(monkeypatch: pytest.Mo
         return text
 
     server = RunServer(0, WorldOptions(), [1, 1])
-    server.process = Started()  # type: ignore[assignment]
+    server.processes[0] = Started()  # type: ignore[assignment]
     server._key = bytes.fromhex(KEY)
     assert server.find(tell)[1] == bytes.fromhex(KEY)
     assert KEY in heard[0]

@@ -161,7 +161,7 @@ def test_validations_are_due_where_they_are_under_ddp_though_earlier_steps_had_m
     leases = RankLeases(2, 4, 320, 0, lambda epoch: None, is_local=False)
     data: Any = SimpleNamespace(leases=leases)
     run = RunProgress(data, lambda _: None)
-    run._limits, run._trainer, run.is_counted_together = FitLimits(trainer), trainer, True
+    run.limits, run.trainer, run.is_counted_together = FitLimits(trainer), trainer, True
     assert run.begin(0).validate_offset == 0
     run.end(0, skipped_at and 8 * skipped_at)
     trainer.accumulate_grad_batches = 1

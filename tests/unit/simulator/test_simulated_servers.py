@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 from dataclasses import replace
 from typing import Any
 
@@ -11,7 +10,7 @@ import msgspec
 import numpy as np
 import pytest
 import torch
-from hypothesis import example, given, settings
+from hypothesis import given, settings
 from predictions import NUMBERS, RANKS, Way, cluster_of, rate_of, simulated
 from simulated_measurements import measurements_of
 from torch import Tensor, nn
@@ -19,7 +18,6 @@ from torch.utils.data import TensorDataset
 
 from lightning_omni import Compression
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods import AsyncSGD, Gossip
 from lightning_omni.server.event_log import Event
 from lightning_omni.simulator import (
     Cluster,
@@ -35,15 +33,10 @@ from lightning_omni.simulator import (
 )
 from lightning_omni.simulator.engine import Engine, Timeline
 from lightning_omni.simulator.network import Exchanges
-from lightning_omni.simulator.server import partitioned_format
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.trace import Trace
 from lightning_omni.tuning.model.cost_model import ExchangePattern
 from lightning_omni.tuning.model.profile import Profile
-from lightning_omni.wire.formats import wire_of
-from lightning_omni.wire.formats.base import RAW, RESIDUAL, Memory
-from lightning_omni.wire.layout import Layout
-from lightning_omni.wire.partition import Partition
 
 GENERATOR = torch.Generator().manual_seed(0)
 DATA = TensorDataset(torch.randn(960, 32, generator=GENERATOR), torch.randn(960, 8, generator=GENERATOR))
@@ -121,30 +114,6 @@ def test_a_run_with_several_servers_is_replayed_bitwise_in_any_format(method: st
     assert np.array_equal(again.weights["weight"].numpy(), trace.weights["weight"])
 
 
-@pytest.mark.parametrize(
-    "method",
-    [
-        f"{name}:period=4,fragments=4{more}"
-        for name, more in (
-            ("local_sgd", ""),
-            ("diloco", ",outer_momentum=0.5"),
-            ("decoupled_diloco", ",outer_momentum=0.0"),
-        )
-    ],
-)
-def test_fragments_of_every_servers_share_train_as_those_of_one_server_do(method: str) -> None:
-    def trained(servers: int) -> tuple[float, int]:
-        cluster = Cluster.even(3, jitter=Jitter("exponential"), servers=servers)
-        trace = run(method, 3, cluster, limits=Limits(updates=math.inf, epochs=1))
-        model = new_model().requires_grad_(False)
-        model.load_state_dict({name: torch.as_tensor(value) for name, value in trace.weights.items()})
-        return float(loss(model, DATA[:])), trace.updates
-
-    (one, updates), (several, as_many) = trained(1), trained(3)
-    assert updates == as_many
-    assert several == pytest.approx(one, rel=0.03)
-
-
 def test_the_hardware_model_predicts_fragments_with_several_servers() -> None:
     cluster = replace(cluster_of("nearly equal", "slow"), servers=2)
     measured = measurements_of(simulated(Way("async_sgd", 40), "fp32", 1, cluster, 1))
@@ -163,52 +132,9 @@ def test_the_record_of_several_servers_is_replayed_as_that_of_one() -> None:
     samples = Samples(DATA, seed=0)
     again = replay(events, new_model(), loss, lambda *where: samples.batch(samples.at(*where)), sgd)
     assert np.array_equal(again.weights["weight"].numpy(), trace.weights["weight"])
-
-
-FORMATS = ("int8:block=24", "topk:0.2", "bf16")
-
-
-@given(st.integers(1, 5), st.sampled_from(FORMATS), st.booleans(), st.lists(st.booleans(), min_size=4, max_size=4))
-@example(3, "topk:0.2", True, [False] * 4)
-@settings(max_examples=10, deadline=None)
-def test_a_format_by_share_is_what_each_server_decodes_of_its_part(
-    servers: int, name: str, elementwise: bool, there: list[bool]
-) -> None:
-    generator = torch.Generator().manual_seed(servers)
-    shapes = ((5, 40), (3,), (130,), ())
-    tensors = [
-        torch.randn(shape, generator=generator) if present else None
-        for shape, present in zip(shapes, there, strict=True)
-    ]
-    layout = Layout.of({str(place): torch.empty(shape) for place, shape in enumerate(shapes)})
-    split, each = Partition.of(layout, servers, elementwise), wire_of(name)
-    whole = partitioned_format(each, AsyncSGD(), split)
-    owed: dict[str, Any] = {RESIDUAL: [torch.full(shape, 0.01) for shape in shapes]}
-    encoded = whole.encode(tensors, layout, owed, Memory())
-    known = layout.subset(encoded.present)
-    least, most = whole.sizes(known)
-    assert least <= encoded.payload.numel() <= most
-    found = iter(known.views(whole.decode(encoded.payload, known, Memory())))
-    decoded = [next(found) if present else None for present in there]
-    parts, states = [], []
-    for part, share, state in zip(split.parts(tensors), split.shares, split.sender_parts(owed), strict=True):
-        alone = each.encode(part, share, state, Memory())
-        present = share.subset(alone.present)
-        views = iter(present.views(each.decode(alone.payload.clone(), present, Memory())))
-        parts.append([next(views) if here else None for here in alone.present])
-        states.append(alone.state)
-    for mine, theirs in zip(decoded, split.merged(parts), strict=True):
-        assert (mine is None) == (theirs is None)
-        assert mine is None or theirs is None or torch.equal(mine, theirs)
-    for mine, theirs in zip(encoded.state[RESIDUAL], split.merged_sender(states)[RESIDUAL], strict=True):
-        assert torch.equal(mine, theirs)
-
-
-def test_tensors_as_they_are_and_what_groups_send_one_another_have_no_parts() -> None:
-    split = Partition.of(Layout.of({"w": torch.ones(256)}), 2, elementwise=True)
-    assert partitioned_format(RAW, AsyncSGD(), split) == RAW
-    assert partitioned_format(wire_of("int8"), Gossip(), split) == wire_of("int8")
-    assert partitioned_format(Compression(pull="bf16").wire_format, AsyncSGD(), split).pushes == RAW
+    events[0] = msgspec.structs.replace(events[0], wire_format={"name": "bf16"})
+    with pytest.raises(ConfigurationError, match=r"each of 4 servers .*only runs in \"fp32\" and without fragments="):
+        replay(events, new_model(), loss, lambda *where: samples.batch(samples.at(*where)), sgd)
 
 
 # --- What they cost --------------------------------------------------------------------------------------------------

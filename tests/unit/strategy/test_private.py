@@ -230,13 +230,12 @@ class Epochs:
 
     batches = 0
     is_open_ended = is_cut_short = False
-    paces_schedules = True
     validation: bool | None = None
 
     def __init__(self) -> None:
         self.run: Any = SimpleNamespace(step_limit=None, limit_for=lambda max_steps: self.run.step_limit)
-        self.schedulers = SimpleNamespace(step=self.step_schedule)
-        self.schedules: list[Any] = []
+        self.schedulers = SimpleNamespace(is_paced=False, step=self.step_schedules)
+        self.schedules: list[str] = []
 
     def validates(self, is_due: Callable[[], bool]) -> bool:
         return is_due() if self.validation is None else self.validation
@@ -250,9 +249,8 @@ class Epochs:
     def stepped_by_batches(self, configs: list[Any]) -> list[Any]:
         return configs
 
-    def step_schedule(self, scheduler: Any, step: Callable[[], Any]) -> None:
-        self.schedules.append(scheduler)
-        step()
+    def step_schedules(self, interval: str) -> None:
+        self.schedules.append(interval)
 
 
 class Control:
@@ -352,8 +350,8 @@ def test_loops_ask_what_controls_them_and_show_what_they_showed(fitting: Any) ->
     assert (type(fitting.fit_loop), type(fitting.fit_loop.epoch_loop)) == kinds
 
 
-class Gated(Tiny):
-    """Steps its schedule from the second epoch on, and keeps in which epochs it is asked."""
+class Scheduled(Tiny):
+    """Keeps in which epochs its hook is called, and steps its schedule there."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -363,8 +361,7 @@ class Gated(Tiny):
         own: Any = self.lr_schedulers()
         assert (own, metric) == (scheduler, None)
         self.asked.append(self.current_epoch)
-        if self.current_epoch:
-            own.step()
+        own.step()
 
     def configure_optimizers(self) -> Any:
         optimizer = super().configure_optimizers()
@@ -372,24 +369,22 @@ class Gated(Tiny):
         return [optimizer], [{"scheduler": schedule, "interval": "step", "frequency": 2}]
 
 
-def test_each_call_of_the_modules_hook_that_steps_a_schedule_is_controlled(fitting: Any) -> None:
-    control, module = Control(fitting), Gated()
+@pytest.mark.parametrize(("window", "steps"), [(1, 4), (3, 2)])
+def test_schedules_that_keep_pace_are_stepped_by_what_controls_the_loops_and_others_by_lightning(
+    fitting: Any, window: int, steps: int
+) -> None:
+    control, module = Control(fitting), Scheduled()
     control_loops(fitting, control)
     fitting.fit(module)
-    schedule: Any = module.lr_schedulers()
-    assert module.asked == [0, 0, 1, 1]
-    assert control.epochs.schedules == [schedule] * 4
-    assert schedule.last_epoch == 2
-    assert "lr_scheduler_step" not in vars(module)
-    module.lr_scheduler_step = lambda *_: None  # type: ignore[method-assign]
-    own = vars(module)["lr_scheduler_step"]
-    fitting.fit_loop.max_epochs = 3
+    progress = fitting.fit_loop.epoch_loop.scheduler_progress
+    assert (module.asked, control.epochs.schedules) == ([0, 0, 1, 1], [])
+    fitting.fit_loop.max_epochs, fitting.accumulate_grad_batches = 3, window
+    control.epochs.schedulers.is_paced = True
     fitting.fit(module)
-    assert (len(module.asked), len(control.epochs.schedules)) == (4, 6)
-    assert vars(module)["lr_scheduler_step"] is own
-    del module.lr_scheduler_step
+    assert control.epochs.schedules == [*["step"] * steps, "epoch"]
+    assert (len(module.asked), progress.total.completed) == (4, 4)
     step_schedule(fitting, module.lr_schedulers())
-    assert len(module.asked) == 5
+    assert (len(module.asked), progress.total.ready, progress.total.completed) == (5, 5, 5)
 
 
 def test_steps_and_validations_are_controlled_without_the_users_noticing(fitting: Any) -> None:

@@ -2,14 +2,10 @@
 
 from __future__ import annotations
 
-import copy
-import math
 from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from dataclasses import replace
-from functools import partial
-from itertools import product
 from pathlib import Path
 from types import MethodType, SimpleNamespace
 from typing import Any, cast
@@ -28,7 +24,7 @@ from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Su
 from lightning_omni import FSDP, Compression, Elastic, Server
 from lightning_omni.errors import ConfigurationError, OmniError, RankLost, UnsupportedError
 from lightning_omni.methods import LocalSGD
-from lightning_omni.methods.model.replica import Replica
+from lightning_omni.methods.model.replica import Replica, load_optimizer_state
 from lightning_omni.methods.model.server_optimizer import Master, check_servable, describe, hyperparameters_of, rebuild
 from lightning_omni.metrics import Staleness
 from lightning_omni.runtime import OmniOptimizer, World, WorldOptions, names_of
@@ -47,7 +43,6 @@ from lightning_omni.strategy.launcher import Launching
 from lightning_omni.strategy.loops.driver import EpochDriver
 from lightning_omni.strategy.loops.epoch import LeasedData, split_of
 from lightning_omni.strategy.loops.listener import Listener
-from lightning_omni.strategy.loops.paced_schedulers import Pacer, arrive
 from lightning_omni.strategy.loops.run_schedulers import RunSchedulers
 from lightning_omni.strategy.optimizers import MergedSubmodule, Proxies, check_wrapped
 from lightning_omni.wire.compression import Exact
@@ -486,293 +481,202 @@ def alone(tmp_path: Path) -> Iterator[None]:
     dist.destroy_process_group()
 
 
-def test_a_schedule_that_is_told_its_epoch_goes_there_whatever_the_run_is_at() -> None:
-    optimizer = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    pacer = Pacer([LRSchedulerConfig(schedule)], steps=lambda: 0, epochs=lambda: 2)
-    pacer.count_from({schedule: (0, 0)})
-    pacer.pace()
-    optimizer.step()
-    pacer.step(schedule, schedule.step)
-    assert optimizer.param_groups[0]["lr"] == 0.25
-    with pytest.warns(UserWarning, match="epoch"):  # torch would rather not be told
-        schedule.step(epoch=3)
-    assert optimizer.param_groups[0]["lr"] == 0.125
-    pacer.release()
+Hook = Callable[[Any, int], None]
 
 
-def counted_by_ddp(hook: Callable[[Any, int, int], None], batches: int, frequency: int = 1, epochs: int = 2) -> int:
-    """How often ``hook(schedule, epoch, batch)`` steps a schedule with one group of ``batches`` an epoch."""
+class Run:
+    """What schedulers have of a run: 20 steps of DDP an epoch, of which this group has heard of ``steps``."""
+
+    def __init__(self, *configs: Any, hook: Hook | None = None, is_automatic: bool = True) -> None:
+        self.steps, self.progress = 0, Progress(ReferenceBatch(ranks=2, batch_size=4), batches=20)
+        module = pl.LightningModule()
+        module.automatic_optimization = is_automatic
+        if hook is not None:
+            module.lr_scheduler_step = lambda scheduler, metric: hook(scheduler, self.trainer.current_epoch)  # type: ignore[method-assign]
+        self.trainer: Any = pl.Trainer(accelerator="cpu", logger=False, enable_checkpointing=False, max_epochs=9)
+        self.trainer.strategy.connect(module)
+        self.trainer.strategy.lr_scheduler_configs = list(configs)
+        self.schedulers = RunSchedulers(cast(Any, self), lambda: self.steps)
+
+    def now(self) -> Progress:
+        return self.progress
+
+    def steps_at(self, progress: Progress) -> int:
+        return progress.steps
+
+    def start(self, is_paced: bool = True) -> RunSchedulers:
+        self.schedulers.start()
+        self.schedulers.keep_pace(is_paced)
+        return self.schedulers
+
+    def go_to(self, epoch: int) -> None:
+        self.trainer.fit_loop.epoch_progress.current.completed = epoch
+        self.progress = replace(self.progress, epochs=epoch, samples=0)
+
+
+def stepped_schedule() -> torch.optim.lr_scheduler.LRScheduler:
     optimizer = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0)
     schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
     optimizer.step()
-    for epoch in range(epochs):
-        for batch in range(1, batches + 1):
-            if batch % frequency == 0:
-                hook(schedule, epoch, batch)
-    return schedule.last_epoch
+    return schedule
 
 
-HOOKS: dict[str, tuple[Callable[[Any, int, int], None], int]] = {
-    "from an epoch on": (lambda schedule, epoch, batch: schedule.step() if epoch else None, 5),
-    "from a batch on": (lambda schedule, epoch, batch: schedule.step() if batch > 2 or epoch else None, 5),
-    "up to an epoch": (lambda schedule, epoch, batch: None if epoch else schedule.step(), 20),
-    "at the last batch": (lambda schedule, epoch, batch: schedule.step() if batch % 5 == 0 else None, 5),
-    "never": (lambda schedule, epoch, batch: None, 5),
-    "once": (lambda schedule, epoch, batch: schedule.step(), 20),
-    "with the metric": (lambda schedule, epoch, batch: schedule.step(None), 20),
+def twice(schedule: Any, epoch: int) -> None:
+    schedule.step()
+    schedule.step()
+
+
+HOOKS: dict[str, Hook] = {
+    "once": lambda schedule, epoch: schedule.step(),
+    "with the metric": lambda schedule, epoch: schedule.step(None),
+    "twice": twice,
+    "from an epoch on": lambda schedule, epoch: schedule.step() if epoch else None,
+    "up to an epoch": lambda schedule, epoch: None if epoch else schedule.step(),
+    "never": lambda schedule, epoch: None,
+    "to a given position": lambda schedule, epoch: schedule.step(7 + epoch),
 }
-"""What modules may do in ``lr_scheduler_step``, and of how many batches an epoch the schedule counts the steps."""
+"""What modules may do in ``lr_scheduler_step``, by the epoch."""
 
 
 @pytest.mark.parametrize("name", HOOKS)
 @pytest.mark.parametrize("frequency", [1, 5])
-def test_a_hook_of_the_module_that_steps_a_schedule_now_and_then_has_the_say(name: str, frequency: int) -> None:
-    """This group trains 5 of the 20 batches of an epoch, and so counts as many steps of such a schedule."""
-    optimizer, epoch, batch = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0, 0
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
-    config = LRSchedulerConfig(schedule, interval="step", frequency=frequency)
-    hook, batches = HOOKS[name]
-
-    def ask(scheduler: Any) -> None:
-        hook(scheduler, epoch, batch)
-
-    pacer = Pacer([config], lambda: 20 * epoch + 4 * batch, lambda: epoch + 1, ask=ask)
-    pacer.count_from({})
-    pacer.pace()
-    optimizer.step()
-    for epoch, batch in product(range(2), range(1, 6)):
-        if batch % frequency == 0:
-            pacer.step(schedule, partial(hook, schedule, epoch, batch))
-        pacer.keep_up()
-        if batch == 5:
-            pacer.catch_up()
-    pacer.release()
-    assert schedule.last_epoch == counted_by_ddp(hook, batches, frequency)
+@pytest.mark.filterwarnings("ignore:The epoch parameter")
+def test_a_hook_of_the_module_that_steps_schedules_is_called_as_often_as_under_ddp(name: str, frequency: int) -> None:
+    """This group trains 5 of the 20 batches of an epoch."""
+    schedule, alone = stepped_schedule(), stepped_schedule()
+    run = Run(LRSchedulerConfig(schedule, interval="step", frequency=frequency), hook=HOOKS[name])
+    schedulers = run.start()
+    for epoch in range(2):
+        run.go_to(epoch)
+        schedulers.begin_epoch()
+        for batch in range(1, 6):
+            run.steps = 20 * epoch + 4 * batch
+            schedulers.step("step")
+            schedulers.step("step")  # which has nothing left to do
+        for batch in range(1, 21):
+            if batch % frequency == 0:
+                HOOKS[name](alone, epoch)
+        assert schedule.last_epoch == alone.last_epoch
 
 
-@pytest.mark.parametrize("interval", ["epoch", "step"])
-def test_a_schedule_that_other_hooks_step_counts_these_calls(interval: str) -> None:
-    optimizer, epoch, batch = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0, 0
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
-    config = LRSchedulerConfig(schedule, interval=interval)
-    pacer = Pacer([config], lambda: 120 * epoch + 3 * batch, lambda: epoch + 1, ask=lambda scheduler: None)
-    bases = pacer.count_from({schedule: (0, 0)})
-    pacer.pace()
-    optimizer.step()
+def test_steps_of_a_schedule_by_other_hooks_are_those_of_the_group() -> None:
+    schedule = stepped_schedule()
+    run = Run(LRSchedulerConfig(schedule, interval="step"), hook=lambda schedule, epoch: None)
+    schedulers = run.start()
+    for batch in range(1, 6):
+        run.steps = 4 * batch
+        schedulers.step("step")
+        schedule.step()  # in on_train_batch_end
+    assert schedule.last_epoch == 5
+
+
+def test_a_schedule_by_epochs_is_stepped_once_in_each_however_often_a_group_ends_it() -> None:
+    schedule = stepped_schedule()
+    run = Run(LRSchedulerConfig(schedule))
+    schedulers = run.start()
     for epoch in range(3):
-        for batch in range(1, 41):
-            if interval == "step" or batch == 40:
-                pacer.step(schedule, lambda: None)
-            schedule.step()  # in on_train_batch_end
-        pacer.catch_up()
-        assert schedule.last_epoch == 40 * (epoch + 1)
-    assert (bases, pacer.counts_at([config], 360)) == ({}, [()])
-    pacer.release()
+        run.go_to(epoch)
+        schedulers.begin_epoch()
+        for _ in range(2):  # once more after a change of groups in what was the last batch
+            schedulers.step("epoch")
+        assert schedule.last_epoch == epoch + 1
 
 
-def test_a_hook_that_steps_a_schedule_twice_in_a_call_has_the_say() -> None:
-    optimizer, here = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
-    pacer = Pacer([LRSchedulerConfig(schedule, interval="step")], lambda: here, lambda: 1)
-    pacer.count_from({})
-    pacer.pace()
-    optimizer.step()
-
-    def twice() -> None:
-        schedule.step()
-        schedule.step()
-
-    for here in range(1, 9):
-        pacer.step(schedule, twice)
-        assert schedule.last_epoch == 2 * here
-    pacer.release()
-
-
-@pytest.mark.parametrize("frequency", [1, 4])
-def test_a_schedule_that_is_told_in_every_batch_where_to_go_stays_there(frequency: int) -> None:
-    """Epochs and fractions of them, say; the run counts batches, of which it has trained more than this group."""
-    optimizer, here = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0
-    schedule = torch.optim.lr_scheduler.CosineAnnealingWarmRestarts(optimizer, 5)
-    configs = [LRSchedulerConfig(schedule, interval="step", frequency=frequency)]
-    pacer = Pacer(configs, lambda: 3 * here, lambda: 1)
-    bases = pacer.count_from({schedule: (0, 0)})
-    pacer.pace()
-    optimizer.step()
-    for here in range(1, 9):
-        schedule.step(here / 8)
-        pacer.keep_up()
-        assert schedule.T_cur == here / 8
-    pacer.catch_up()
-    assert pacer.counts_at(configs, 30) == [()], "a checkpoint has it where it is"
-    assert bases == {}, "so has a group that joins"
-    pacer.release()
-    assert schedule.T_cur == 1.0
-    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.5 + 0.5 * math.cos(math.pi / 5))
-
-
-def test_schedules_that_the_module_steps_count_its_calls_and_go_on_as_the_furthest_where_groups_become_one() -> None:
-    optimizer = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0)
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    trainer: Any = SimpleNamespace(
-        lightning_module=SimpleNamespace(automatic_optimization=False),
-        lr_scheduler_configs=[LRSchedulerConfig(schedule, interval="step")],
+@pytest.mark.parametrize("is_automatic", [True, False])
+def test_schedules_go_on_as_the_furthest_where_groups_become_one(is_automatic: bool) -> None:
+    schedule = stepped_schedule()
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(schedule.optimizer)
+    run = Run(
+        LRSchedulerConfig(plateau, reduce_on_plateau=True),
+        LRSchedulerConfig(schedule, interval="step"),
+        is_automatic=is_automatic,
     )
-    run: Any = SimpleNamespace(progress=None, trainer=trainer)
-    schedulers = RunSchedulers(run, lambda: 9)
-    schedulers.keep_pace(is_paced=True)
-    optimizer.step()
-    schedule.step()
-    schedulers.keep_up()
-    schedulers.catch_up()
-    assert (schedule.last_epoch, optimizer.param_groups[0]["lr"]) == (1, 0.5), "whatever the run is at"
-    schedulers.align(lambda counts: [count + 2 for count in counts])  # another rank has stepped it three times
-    assert (schedule.last_epoch, optimizer.param_groups[0]["lr"]) == (3, 0.125)
+    schedulers = run.start()
+    run.steps = 4
+    if is_automatic:
+        schedulers.step("step")
+    else:
+        schedulers.step("step")
+        assert schedule.last_epoch == 0, "whatever the run is at"
+        schedule.step()
+    own = schedule.last_epoch
+    schedulers.align(lambda counts: [count + 2 for count in counts])  # another rank has stepped it twice more
+    assert schedule.last_epoch == own + 2
+    run.steps = 6
+    schedulers.step("step")
+    assert schedule.last_epoch == own + 2, "what it has made already is not due"
 
 
-@pytest.mark.parametrize(("frequency", "expected"), [(1, 24), (4, 6)])
-def test_a_checkpoint_knows_what_schedules_count_at_its_own_moment(frequency: int, expected: int) -> None:
-    """The rank that saves has heard of 20 steps when the server has 24."""
-    optimizer, here = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0
-    schedule, told = (torch.optim.lr_scheduler.StepLR(optimizer, 1000) for _ in range(2))
+@pytest.mark.parametrize(("frequency", "made", "due"), [(1, 16, 18), (4, 4, 4), (3, 5, 6)])
+def test_a_checkpoint_tells_what_schedules_have_made_and_a_resumed_run_makes_what_is_due(
+    frequency: int, made: int, due: int
+) -> None:
+    """The rank that saves has heard of 16 steps when the server has 18."""
+    schedule = stepped_schedule()
+    plateau = torch.optim.lr_scheduler.ReduceLROnPlateau(schedule.optimizer)
+    by_epoch = LRSchedulerConfig(stepped_schedule())
     configs = [
-        LRSchedulerConfig(torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer)),
+        LRSchedulerConfig(plateau, reduce_on_plateau=True),
+        by_epoch,
         LRSchedulerConfig(schedule, interval="step", frequency=frequency),
     ]
-    pacer = Pacer(configs, lambda: 2 * here, lambda: 1)
-    pacer.count_from({})
-    pacer.pace()
-    optimizer.step()
-    while here < 10:
-        here += 1
-        pacer.step(schedule, schedule.step)
-    counts = pacer.counts_at(configs, 24)
-    pacer.release()
-    assert counts == [(), (20 // frequency, expected)]
-    assert arrive(configs, counts) == {schedule: expected}
-    assert schedule.last_epoch == expected
-    assert arrive([configs[0], LRSchedulerConfig(told)], counts) == {}, "a user has begun with it again"
-    assert told.last_epoch == 0
-    assert arrive(configs[:1], counts) == {}, "there are fewer now"
+    run = Run(*configs)
+    schedulers = run.start()
+    run.steps = 16
+    schedulers.step("step")
+    counts = schedulers.counts_at(replace(run.progress, samples=18 * 8))
+    assert counts == [(), (), (made, due)]
+    resumed = Run(*configs)
+    resumed.progress, resumed.steps = replace(run.progress, samples=18 * 8), 18
+    resumed.schedulers.resume(counts)
+    resumed.start()
+    assert (schedule.last_epoch, by_epoch.scheduler.last_epoch) == (due, 0)
+    fewer = Run(configs[2])
+    fewer.schedulers.resume(counts)
+    fewer.start()
+    assert schedule.last_epoch == due, "there are fewer now"
 
 
 def test_a_schedule_that_was_saved_later_than_the_weights_waits_for_them() -> None:
     """Weights of a published validation are those of a moment that has passed."""
-    optimizer, done = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 16
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
-    optimizer.step()
-    for _ in range(20):
+    schedule = stepped_schedule()
+    for _ in range(12):
         schedule.step()
-    configs = [LRSchedulerConfig(schedule, interval="step")]
-    assert arrive(configs, [(20, 16)]) == {schedule: 16}
-    pacer = Pacer(configs, lambda: done, lambda: 1)
-    pacer.count_from({schedule: (16, done)})
-    pacer.pace()
-    for count in (20, 20, 22):
-        done += 2
-        pacer.step(schedule, schedule.step)
+    run = Run(LRSchedulerConfig(schedule, interval="step"))
+    run.progress, run.steps = replace(run.progress, samples=8 * 8), 8
+    run.schedulers.resume([(12, 8)])
+    schedulers = run.start()
+    for run.steps, count in ((10, 12), (12, 12), (14, 14)):
+        schedulers.step("step")
         assert schedule.last_epoch == count
-    pacer.release()
 
 
 def test_a_chained_schedule_keeps_pace_though_it_counts_no_steps() -> None:
-    optimizer, done = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0
+    optimizer = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0)
     kinds = torch.optim.lr_scheduler
     chained = kinds.ChainedScheduler([kinds.ExponentialLR(optimizer, 0.5), kinds.ConstantLR(optimizer, 0.1, 3)])
-    pacer = Pacer([LRSchedulerConfig(chained, interval="step")], steps=lambda: done, epochs=lambda: 1)
-    pacer.count_from({})
-    pacer.pace()
+    run = Run(LRSchedulerConfig(chained, interval="step"))
+    schedulers = run.start()
     optimizer.step()
-    for now, rate in ((1, 0.05), (1, 0.05), (4, 0.0625)):  # other groups have trained two steps meanwhile
-        done = now
-        pacer.step(chained, chained.step)
+    for run.steps, rate in ((1, 0.05), (1, 0.05), (4, 0.0625)):  # other groups have trained two steps meanwhile
+        schedulers.step("step")
         assert optimizer.param_groups[0]["lr"] == pytest.approx(rate)
-    pacer.release()
+    schedulers.align(lambda counts: [count + 1 for count in counts])
+    assert optimizer.param_groups[0]["lr"] == pytest.approx(0.03125)
 
 
-class WarmUp(torch.optim.lr_scheduler.LRScheduler):
-    """As public code has it: ``last_epoch`` and all else are those of another schedule, which waits for three steps."""
-
-    def __init__(self, after: torch.optim.lr_scheduler.LRScheduler) -> None:
-        self._after, self._steps = after, 0
-
-    def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        return getattr(self._after, name)
-
-    def state_dict(self) -> dict[str, Any]:
-        return {"steps": self._steps, "after": self._after.state_dict(), "step": self.step}
-
-    def step(self, *_: Any) -> None:
-        if self._steps < 3:
-            self._steps += 1
-            self._after.optimizer.param_groups[0]["lr"] = self._steps / 3
-        else:
-            self._after.step()
-
-
-def warmed_up() -> tuple[torch.optim.Optimizer, WarmUp]:
-    optimizer = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0)
-    schedule = WarmUp(torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5))
-    optimizer.step()
-    return optimizer, schedule
-
-
-def rate_after(steps: int) -> float:
-    return steps / 3 if steps < 3 else 0.5 ** (steps - 3)
-
-
-@pytest.mark.parametrize("others", [1, 2])
-def test_a_schedule_that_does_not_count_its_warm_up_keeps_pace_as_under_ddp(others: int) -> None:
-    optimizer, schedule = warmed_up()
-    config, here = LRSchedulerConfig(schedule, interval="step"), 0
-    pacer = Pacer([config], lambda: here * others, lambda: 1)
-    pacer.count_from({})
-    pacer.pace()
-    for here in range(1, 9):  # the run has trained `others` times as many batches
-        pacer.step(schedule, schedule.step)
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate_after(here * others))
-    counts = pacer.counts_at([config], 8 * others + 1)
-    state = schedule.state_dict()
-    pacer.release()
-    again, resumed = warmed_up()
-    resumed._steps = state["steps"]
-    resumed._after.load_state_dict(state["after"])
-    again.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
-    arrive([LRSchedulerConfig(resumed, interval="step")], counts)
-    assert again.param_groups[0]["lr"] == pytest.approx(rate_after(8 * others + 1))
-
-
-def test_a_schedule_whose_state_holds_a_method_of_its_own_can_be_saved_while_it_keeps_pace(tmp_path: Path) -> None:
-    (_, schedule), done = warmed_up(), 0
-    pacer = Pacer([LRSchedulerConfig(schedule, interval="step")], lambda: done, lambda: 1)
-    pacer.count_from({})
-    pacer.pace()
-    done = 2
-    pacer.step(schedule, schedule.step)
-    torch.save(schedule.state_dict(), tmp_path / "state")
-    copied = copy.deepcopy(schedule)
-    pacer.release()
-    for saved in (torch.load(tmp_path / "state", weights_only=False)["step"].__self__, copied):
-        assert type(saved) is WarmUp
-        assert saved.state_dict()["steps"] == 2
-
-
-def test_a_schedule_that_does_not_count_its_warm_up_goes_on_where_one_group_has_left_it() -> None:
-    optimizer, schedule = warmed_up()
-    config, done = LRSchedulerConfig(schedule, interval="step"), 0
-    bases = Pacer([config], lambda: done, lambda: 1).count_from({})
-    while done < 2:
-        schedule.step()  # as Lightning does, with one group
-        done += 1
-    pacer = Pacer([config], lambda: done, lambda: 1)
-    pacer.count_from(bases)
-    pacer.pace()
-    for done in range(3, 7):
-        pacer.step(schedule, schedule.step)
-        assert optimizer.param_groups[0]["lr"] == pytest.approx(rate_after(done))
-    pacer.release()
+def test_a_schedule_that_replaces_another_between_epochs_keeps_pace_from_there() -> None:
+    first, second = stepped_schedule(), stepped_schedule()
+    run = Run(LRSchedulerConfig(first, interval="step"))
+    schedulers = run.start()
+    run.steps = 20
+    schedulers.step("step")
+    run.go_to(1)
+    run.trainer.strategy.lr_scheduler_configs = [LRSchedulerConfig(second, interval="step")]
+    schedulers.begin_epoch()
+    run.steps = 24
+    schedulers.step("step")
+    assert (first.last_epoch, second.last_epoch) == (20, 4)
 
 
 @pytest.mark.parametrize("layout", [torch.sparse_coo, torch.sparse_csr])
@@ -859,7 +763,8 @@ def test_training_data_that_are_iterated_in_a_hook_or_after_the_fit_are_not_for_
     module = pl.LightningModule()
     trainer: Any = SimpleNamespace(lightning_module=module, fit_loop=SimpleNamespace())
     after = epochs._is_for_user
-    epochs._trainer = trainer
+    epochs.trainer = trainer
+    epochs.data.connect(cast(Any, SimpleNamespace()))
     in_loops = epochs._is_for_user
     module._current_fx_name = "on_train_epoch_start"
     in_hook = epochs._is_for_user
@@ -906,7 +811,7 @@ def test_a_rank_that_dies_in_an_evaluation_after_a_fit_ends_it_and_one_that_dies
         parts: Any = SimpleNamespace(
             strategy=strategy, signals=signals, current_world=world, is_evaluating=is_evaluating
         )
-        assert Launching(parts, bool, bool)._on_child_death(1, -9) is not is_evaluating
+        assert Launching(parts, bool, bool).on_death(1, -9) is not is_evaluating
 
 
 @pytest.mark.parametrize("indices", [["a", "b"], [("a", 1)], torch.tensor([2, 0]), range(3)])
@@ -1108,7 +1013,7 @@ def test_without_a_device_weights_are_where_the_default_process_group_takes_them
 @pytest.mark.usefixtures("alone")
 def test_a_world_is_on_the_cpu_under_gloo_unless_it_is_told_otherwise() -> None:
     assert World(1).device == torch.device("cpu")
-    assert World(1, "meta").device == torch.device("meta")
+    assert World(1, "cpu:0").device == torch.device("cpu", 0)
 
 
 def test_a_live_world_takes_tensors_of_the_machines_accelerator_unless_torch_would_make_it_their_default() -> None:
@@ -1228,58 +1133,33 @@ def test_a_schedule_of_a_frequency_is_stepped_as_often_as_lightning_does_which_c
     ids=["accumulates more", "accumulates less", "shorter", "longer"],
 )
 def test_a_schedule_of_a_frequency_is_stepped_as_by_ddp_where_epochs_have_other_batches_and_windows(
-    epochs: list[tuple[int, int]], trains: str, monkeypatch: pytest.MonkeyPatch
+    epochs: list[tuple[int, int]], trains: str
 ) -> None:
     """Other groups train all that is new to this one, or this one hears of each step, or trains an epoch alone."""
-    optimizer = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
-    module = SimpleNamespace(automatic_optimization=True)
-    config = LRSchedulerConfig(schedule, interval="step", frequency=10)
-    trainer: Any = SimpleNamespace(lightning_module=module, lr_scheduler_configs=[config], current_epoch=0)
-    run: Any = SimpleNamespace(trainer=trainer, steps_at=lambda progress: progress.steps, now=lambda: run.progress)
-    monkeypatch.setattr(
-        "lightning_omni.strategy.loops.run_schedulers.step_schedule", lambda _, scheduler: scheduler.step()
-    )
-    schedulers, calls, past = RunSchedulers(run, lambda: run.progress.steps), 0, 0
-    optimizer.step()
+    schedule, calls, past = stepped_schedule(), 0, 0
+    run = Run(LRSchedulerConfig(schedule, interval="step", frequency=10))
     for epoch, (batches, window) in enumerate(epochs):
         run.progress = Progress(ReferenceBatch(ranks=2, batch_size=4, window=window), batches, epoch, past=past)
+        run.steps, is_alone = past, trains == "one group at first" and epoch == 0
         if epoch == 0:
-            schedulers.start(count_from_here=True)
-            schedulers.keep_pace(is_paced=trains != "one group at first")
-        schedulers.begin_epoch()
-        is_alone = trains == "one group at first" and epoch == 0
+            run.start(is_paced=not is_alone)
+        run.schedulers.begin_epoch()
         for batch in range(1, batches + 1):
             if batch % window == 0 or batch == batches:
                 calls += batch % 10 == 0
                 if is_alone and batch % 10 == 0:
                     schedule.step()  # as Lightning does
             run.progress = replace(run.progress, samples=8 * batch)
+            run.steps = run.progress.steps
             if trains == "several groups" and batch < batches:  # an epoch's end counts a step of fewer batches
-                schedulers.keep_up()
+                run.schedulers.step("step")
                 assert schedule.last_epoch == calls
-        past = run.progress.steps_before(epoch + 1)
+        past = run.steps = run.progress.steps_before(epoch + 1)
         run.progress = replace(run.progress, epochs=epoch + 1, samples=0, past=past)
-        schedulers.catch_up()
+        run.schedulers.step("step")
         assert schedule.last_epoch == calls
         if is_alone:
-            schedulers.keep_pace(is_paced=True)  # there are several groups now
-    schedulers.finish()
-
-
-def test_a_schedule_of_a_frequency_follows_the_run_in_every_batch_of_a_group_that_trains_few_of_them() -> None:
-    optimizer, done = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), 0
-    schedule = torch.optim.lr_scheduler.ExponentialLR(optimizer, 0.5)
-    config = LRSchedulerConfig(schedule, interval="step", frequency=10)
-    pacer = Pacer([config], lambda: done, lambda: 1)
-    pacer.count_from({})
-    pacer.pace()
-    optimizer.step()
-    for now, rate in ((8, 1.0), (16, 0.5), (24, 0.25)):  # others train seven batches in the time of one
-        done = now
-        pacer.keep_up()
-        assert optimizer.param_groups[0]["lr"] == rate
-    pacer.release()
+            run.schedulers.keep_pace(True)  # there are several groups now
 
 
 @pytest.mark.parametrize(
@@ -1288,14 +1168,12 @@ def test_a_schedule_of_a_frequency_follows_the_run_in_every_batch_of_a_group_tha
 def test_other_accumulation_inside_an_epoch_is_refused_where_steps_are_counted_in_samples_of_all_groups(
     interval: str, max_steps: int, is_refused: bool
 ) -> None:
-    optimizer, epochs = torch.optim.SGD([Parameter(torch.ones(3))], lr=1.0), EpochDriver("dynamic", print, print)
-    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1000)
-    pacer = Pacer([LRSchedulerConfig(schedule, interval=interval)], lambda: 0, lambda: 1)
-    pacer.count_from({})
-    pacer.pace()
+    epochs = EpochDriver("dynamic", print, print)
+    run = Run(LRSchedulerConfig(stepped_schedule(), interval=interval))
+    run.start()
     limits: Any = SimpleNamespace(max_steps=max_steps)
     trainer: Any = SimpleNamespace(accumulate_grad_batches=4)
-    epochs._trainer, epochs.run._limits, epochs.schedulers._pacer = trainer, limits, pacer
+    epochs.trainer, epochs.run.limits, epochs.schedulers = trainer, limits, run.schedulers
     epochs._check_window()
     epochs._check_window()
     epochs._epoch = type(epochs._epoch)()
@@ -1305,7 +1183,6 @@ def test_other_accumulation_inside_an_epoch_is_refused_where_steps_are_counted_i
     says = r"^accumulate_grad_batches has changed from 2 to 1 inside an epoch.*on_train_epoch_start.*groups=1$"
     with pytest.raises(UnsupportedError, match=says) if is_refused else nullcontext():
         epochs._check_window()
-    pacer.release()
 
 
 class Wrapper(torch.optim.Optimizer):
@@ -1340,7 +1217,7 @@ def test_what_an_optimizer_that_wraps_another_has_learnt_is_kept_in_the_form_of_
     replica.ordered[0].grad = torch.ones(3)
     optimizer.step()
     again, resumed = wrapped()
-    resumed.load_state(replica.state())
+    load_optimizer_state(again, replica.state()["optimizer"])
     assert again.averages == optimizer.averages == [Tensor([1.0])]
     assert torch.equal(again.state[resumed.ordered[0]]["momentum_buffer"], torch.ones(3))
 

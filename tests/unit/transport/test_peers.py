@@ -179,7 +179,7 @@ def test_what_was_under_way_on_a_connection_is_forgotten_with_it(peers: Peers) -
     listening.publish(0, weights(1.0))
     for _ in range(3):
         assert connection.read(1, 0) is not None
-        connection._send(1, [m.encode(m.PeerMessage(optimizer=0, nbytes=LAYOUT.nbytes))])  # and nothing more of it
+        connection._wire(1).send(m.encode(m.PeerMessage(optimizer=0, nbytes=LAYOUT.nbytes)))  # and nothing more of it
         wait_for(lambda: len(listening._assemblies) == 1)
         connection._give_up(1)
     assert connection.read(1, 0) is not None

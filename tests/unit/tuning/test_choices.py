@@ -282,7 +282,7 @@ def searched() -> Search:
 
 
 @settings(max_examples=12, deadline=None)
-@given(log_ratio=st.floats(-1.0, 2.0))
+@given(log_ratio=st.just(0.0) | st.floats(-1.0, -0.01) | st.floats(0.01, 2.0))
 def test_a_setting_that_was_slower_or_faster_than_predicted_is_so_again_and_others_the_less_the_less_they_are_alike(
     log_ratio: float,
 ) -> None:
@@ -331,13 +331,13 @@ def test_groups_that_do_not_pay_are_given_up_if_groups_did_not_before() -> None:
     run: Any = SimpleNamespace(
         state=TunerState(setting=groups, own=OWN, rounds=1),
         setting=groups,
-        options=SimpleNamespace(further=()),
+        own=OWN,
         searches=[found],
         is_rank_zero=True,
     )
-    run.broadcast_command = run.broadcast_segments = lambda said: said
+    run.broadcast_command = lambda said: said
     run.strategy = SimpleNamespace(parts=SimpleNamespace(epochs=SimpleNamespace(is_open=False)))
-    speeds: Any = SimpleNamespace(speed=Speed(256, 10.0, error=0.01), changed=lambda in_mid_epoch: None)
+    speeds: Any = SimpleNamespace(speed=Speed(256, 10.0, error=0.01), changed=lambda: None)
     applied: Any = SimpleNamespace(return_to_one_group=gave_up.append)
     reports: Any = SimpleNamespace(chosen=lambda command: None)
     check = ForecastCheck(run, applied, speeds, reports)
@@ -433,7 +433,7 @@ class Workers(Dimension):
     name = "workers"
 
     def axis(self, known: Any) -> Any:
-        return list(self.values) if len(self.values) > 2 else self.values
+        return list(self.values)
 
     def current(self, world: Any) -> Any:
         return world.workers
@@ -543,12 +543,11 @@ def test_what_forming_groups_takes_counts_against_them() -> None:
     assert log_seconds(later, later.start) == log_seconds(found, found.start)
 
 
-@pytest.mark.parametrize("values", [(1, 2, 4), (0.0, 1.0)], ids=["a list", "a range"])
-def test_a_dimension_of_the_users_own_is_proposed_for_what_is_not_known_of_it(values: Any) -> None:
-    own = replace(OWN, further=(("workers", values[0]),))
-    found = search(seen(equal()), replace(EVERYTHING, further=(Workers(values),)), own)
+def test_a_dimension_of_the_users_own_is_proposed_for_what_is_not_known_of_it() -> None:
+    own = replace(OWN, further=(("workers", 1),))
+    found = search(seen(equal()), replace(EVERYTHING, further=(Workers(),)), own)
     chosen = found.choice().setting
-    assert chosen.further_value("workers") != values[0]
+    assert chosen.further_value("workers") != 1
     assert replace(chosen, further=own.further) == own, "nothing else is worth a change"
     assert "proposed by scikit-optimize" in found.choice().why
 

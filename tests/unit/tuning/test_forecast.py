@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from searches import RANKS, found, observed, search
-from searches import START as OWN
+from searches import found, observed, search
 
-from lightning_omni.tuning.model.convergence import Estimate, samples_to
+from lightning_omni.tuning.model.estimate import Estimate
 from lightning_omni.tuning.model.forecast import Scaling, Setting, TrainedBatches
 from lightning_omni.tuning.report.summary import SearchSummary
-from lightning_omni.tuning.search.prior import Prior, PriorTheory
 
 Law = Callable[[np.ndarray], np.ndarray]
 FEW = settings(max_examples=30, deadline=None)
@@ -106,28 +104,6 @@ def test_plain_batches_are_the_batches_even_if_their_losses_are_no_numbers() -> 
     assert repr(again) == repr(LOST)
 
 
-# --- Theory -----------------------------------------------------------------------------------------------------------
-
-
-@FEW
-@given(st.floats(0, 0.95), st.floats(1e-3, 1.0), st.integers(1, 32), st.booleans())
-def test_tuned_groups_keep_the_step_and_explicit_and_implicit_momentum_together(
-    momentum: float, lr: float, groups: int, adaptive: bool
-) -> None:
-    theory = PriorTheory(Setting(1, momentum, lr), Scaling(is_adaptive=adaptive), Prior.load())
-    proposed = theory.tuned(groups)
-    assert theory.scaling.step(proposed) == pytest.approx(theory.step, rel=1e-3)
-    own = theory.tuned(1)
-    assert (own.momentum, own.lr) == pytest.approx((momentum, lr), rel=1e-3, abs=1e-5)
-    if adaptive:
-        assert proposed.momentum == momentum
-    elif 0 < proposed.momentum < momentum:
-        assert 1 - (1 - proposed.momentum) / groups == pytest.approx(momentum, abs=1e-5)
-    elif proposed.momentum < momentum:
-        assert 1 - 1 / groups >= momentum - 1e-5  # implicit momentum alone is more
-    assert proposed.momentum <= momentum
-
-
 # --- Forecast --------------------------------------------------------------------------------------------------------
 
 
@@ -147,19 +123,6 @@ def width(estimate: Estimate) -> float:
     return math.log(estimate.high / estimate.low)
 
 
-def test_seconds_to_a_target_are_samples_by_speed() -> None:
-    summary, setting = SearchSummary(found(), target=0.9), found().choice().setting
-    batches = found().observation.batches
-    to_target, factor = samples_to(0.9, batches.samples, batches.losses), summary.samples(setting)
-    assert to_target is not None
-    assert summary.seconds is not None
-    rate = found().throughput(setting)
-    for name in ("low", "value", "high"):
-        samples = getattr(to_target, name) * getattr(factor, name)
-        assert getattr(summary.seconds, name) == pytest.approx(samples / rate)
-    assert summary.seconds.low < summary.seconds.value < summary.seconds.high
-
-
 def test_the_samples_of_a_setting_are_known_whatever_its_batches_are_split_by() -> None:
     made = found()
     plain = replace(made.choice().setting, rebalance=False)
@@ -168,16 +131,3 @@ def test_the_samples_of_a_setting_are_known_whatever_its_batches_are_split_by() 
     known = math.hypot(*(width(each) for each in rates))
     assert width(made.speed_up(split, plain)) == pytest.approx(known)
     assert width(made.speed_up(more, plain)) > known
-
-
-def test_systems_are_what_they_would_have_set() -> None:
-    summary = SearchSummary(found())
-    by_word = {name.split(" ")[0].strip(","): setting for name, setting in summary.systems.items()}
-    momentum, lr = OWN.momentum, OWN.lr
-    assert by_word["your"] == OWN
-    assert by_word["DDP"] == Setting(1, momentum, lr)
-    assert by_word["proportional"] == Setting(1, momentum, lr, rebalance=True)
-    assert by_word["Downpour"] == Setting(RANKS, momentum, lr)
-    assert by_word["Rudra"] == Setting(RANKS, momentum, by_word["Rudra"].lr)
-    assert by_word["Rudra"].lr == pytest.approx(lr / (RANKS - 1))
-    assert by_word["Omnivore"] == found().theory.tuned(summary.profile.saturating_groups())

@@ -1,23 +1,20 @@
-"""`Hyperparameters`: a scaled schedule is that schedule times a factor, whatever makes it; probes leave no trace."""
+"""`Hyperparameters`: the peak of a schedule, whatever makes it, momentum, and rates that are scaled in steps alone."""
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Iterator
-from contextlib import nullcontext
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
-from hypothesis import given, settings
-from hypothesis import strategies as st
+from hypothesis import settings
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim import lr_scheduler as s
 from torch.optim.swa_utils import SWALR
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods.model.server_optimizer import scaled_rates
 from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
 
 FEW = settings(max_examples=15, deadline=None)
@@ -80,33 +77,6 @@ SCHEDULES: dict[str, Make] = {
 }
 
 
-# --- For good --------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-@FEW
-@given(begun=st.integers(0, 12), factor=st.floats(0.03, 30))
-def test_scaling_makes_all_that_follows_so_many_times_what_it_would_have_been(
-    name: str, begun: int, factor: float
-) -> None:
-    made = []
-    for _ in range(2):
-        optimizer = optimizer_of(rates=(LR, 0.04), momentum=0.9)
-        made.append((optimizer, SCHEDULES[name](optimizer)))
-        for _ in steps(*made[-1], begun):
-            pass
-    (plain, plain_schedule), (scaled, schedule) = made
-    Hyperparameters(scaled, [schedule] if schedule is not None else []).scale(factor)
-    pairs = zip(steps(plain, plain_schedule, 20, begun), steps(scaled, schedule, 20, begun), strict=True)
-    for expected, found in pairs:
-        assert found == pytest.approx([factor * rate for rate in expected], rel=1e-9, abs=1e-15)
-    if schedule is not None:
-        assert schedule.get_last_lr() == pytest.approx(rates_of(scaled))
-        assert [group.get("momentum") for group in scaled.param_groups] == [
-            group.get("momentum") for group in plain.param_groups
-        ]
-
-
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_the_highest_rate_is_that_of_the_schedules_peak(name: str) -> None:
     optimizer = optimizer_of(rates=(LR, 0.04), momentum=0.9)
@@ -120,61 +90,18 @@ def test_the_highest_rate_is_that_of_the_schedules_peak(name: str) -> None:
     assert name in ("chained", "one in another", "triangular") or seen >= 0.85 * highest
 
 
-@given(digits=st.integers(1, 99_999), power=st.integers(-9, -1), factor=st.floats(0.03, 30))
-def test_a_rate_that_a_user_has_written_is_that_once_more_when_scaling_is_taken_back(
-    digits: int, power: int, factor: float
-) -> None:
-    lr = float(f"{digits}e{power}")
-    optimizer = optimizer_of(rates=(lr, LR))
-    schedule = s.StepLR(optimizer, 5)
-    hyperparameters = Hyperparameters(optimizer, [schedule])
-    hyperparameters.scale(factor)
-    hyperparameters.scale(1 / factor)
-    assert rates_of(optimizer) == schedule.base_lrs == [lr, LR]
+# --- Rates in steps ---------------------------------------------------------------------------------------------------
 
 
-def test_a_schedule_that_is_passed_twice_is_scaled_once() -> None:
-    optimizer = optimizer_of()
-    inner = s.ExponentialLR(optimizer, 0.5)
-    outer = s.ChainedScheduler([inner])
-    Hyperparameters(optimizer, [inner, outer]).scale(3.0)
-    assert inner.base_lrs == outer._schedulers[0].base_lrs == [pytest.approx(3 * LR)]
-
-
-class Stages(s.LRScheduler):
-    """As public code has it: schedules one after the other, each with its own rates, held under a name of its own."""
-
-    def __init__(self, held: Any, optimizer: Optimizer) -> None:
-        self.stages, self.last_epoch = held, 0
-        self.optimizer = optimizer
-
-    def step(self, *_: Any) -> None:
-        self.last_epoch += 1
-        self.stages[0 if self.last_epoch < 3 else 1].step()
-
-
-@pytest.mark.parametrize("held", [list, tuple, np.array])
-def test_schedules_that_another_holds_under_any_name_are_scaled(held: Callable[[Any], Any]) -> None:
-    rates = []
-    for factor in (1.0, 3.0):
-        optimizer = optimizer_of()
-        inner = [s.LambdaLR(optimizer, lambda count: 1.0 / (1 + count)) for _ in range(2)]
-        schedule = Stages(held(inner), optimizer)
-        optimizer.step()
-        schedule.step()
-        Hyperparameters(optimizer, [schedule]).scale(factor)
-        for _ in range(4):
-            schedule.step()
-        rates.append(rates_of(optimizer))
-    assert rates[1] == [pytest.approx(3 * rate) for rate in rates[0]]
-
-
-def test_scaling_by_one_changes_nothing() -> None:
-    optimizer = optimizer_of(rates=(LR, 0.04))
-    schedule = s.CosineAnnealingLR(optimizer, 9, eta_min=0.01)
-    was = optimizer.state_dict(), schedule.state_dict()
-    Hyperparameters(optimizer, [schedule]).scale(1.0)
-    assert (optimizer.state_dict(), schedule.state_dict()) == was
+@pytest.mark.parametrize("name", SCHEDULES)
+def test_a_schedule_goes_on_as_it_is_beside_steps_with_other_rates(name: str) -> None:
+    made = [optimizer_of(rates=(LR, 0.04), momentum=0.9) for _ in range(2)]
+    (plain, scaled), schedules = made, [SCHEDULES[name](optimizer) for optimizer in made]
+    for expected, found in zip(*(steps(*each, 20) for each in zip(made, schedules, strict=True)), strict=True):
+        assert found == expected
+        with scaled_rates(scaled, 0.3):
+            assert rates_of(scaled) == [0.3 * rate for rate in expected]
+        assert rates_of(scaled) == rates_of(plain)
 
 
 @pytest.mark.parametrize("shared", [True, False])
@@ -183,104 +110,10 @@ def test_a_rate_that_is_a_tensor_stays_one_and_is_scaled_once(shared: bool) -> N
     rate = torch.tensor(LR)
     groups = [{"params": each.parameters(), "lr": rate if shared else rate.clone()} for each in (first, second)]
     optimizer = AdamW(groups, lr=rate)
-    hyperparameters = Hyperparameters(optimizer)
-    hyperparameters.scale(3.0)
-    assert rates_of(optimizer) == pytest.approx([3 * LR, 3 * LR])
+    with scaled_rates(optimizer, 3.0):
+        assert rates_of(optimizer) == pytest.approx([3 * LR, 3 * LR])
+    assert rates_of(optimizer) == [rate.item()] * 2
     assert optimizer.param_groups[0]["lr"] is groups[0]["lr"]
-
-
-# --- Schedules of classes that are not torch's -----------------------------------------------------------------------
-
-
-class WarmupRestarts(s.LRScheduler):
-    """As cosine-annealing-warmup has it: the rate rises from ``base_lrs`` to a peak of its own."""
-
-    def __init__(self, optimizer: Optimizer, warmup: int = 5000) -> None:
-        self.max_lr, self.warmup = LR, warmup
-        super().__init__(optimizer)
-        self.base_lrs = [0.001 for _ in optimizer.param_groups]
-
-    def get_lr(self) -> list[float]:  # type: ignore[override]
-        progress = min(1.0, self.last_epoch / self.warmup)
-        return [low + (self.max_lr - low) * progress for low in self.base_lrs]  # type: ignore[misc]
-
-
-class Polynomial(s.LRScheduler):
-    """A closed form, of a peak or of ``base_lrs``, that has an end."""
-
-    def __init__(self, optimizer: Optimizer, peak: float | None, total: int = 50) -> None:
-        self.peak, self.total = peak, total
-        super().__init__(optimizer)
-
-    def get_lr(self) -> list[float]:  # type: ignore[override]
-        if self.last_epoch > self.total:
-            raise ValueError("this schedule is over")
-        return [(self.peak or rate) * (1 - self.last_epoch / self.total) for rate in self.base_lrs]  # type: ignore[misc]
-
-
-class LinearCosine(s.LRScheduler):
-    """As lightning-bolts has it: a recursion, with a warm-up from a tiny rate, which is no rate of torch's."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.warmup_start_lr, self.eta_min = 1e-6, 0.001
-        super().__init__(optimizer)
-
-    def get_lr(self) -> list[float]:  # type: ignore[override]
-        rates = rates_of(self.optimizer)
-        if self.last_epoch == 0:
-            return [self.warmup_start_lr for _ in rates]
-        if self.last_epoch <= 10:
-            ups = [(base - self.warmup_start_lr) / 10 for base in self.base_lrs]
-            return [rate + up for rate, up in zip(rates, ups, strict=True)]  # type: ignore[misc]
-        return [(rate - self.eta_min) * 0.99 + self.eta_min for rate in rates]
-
-
-class OfTimm:
-    """A schedule that is no `LRScheduler`, and is stepped to an epoch."""
-
-    def __init__(self, optimizer: Optimizer) -> None:
-        self.optimizer, self.base_values = optimizer, rates_of(optimizer)
-
-    def step(self, epoch: int) -> None:
-        for group, value in zip(self.optimizer.param_groups, self.base_values, strict=True):
-            group["lr"] = value * 0.9**epoch
-
-
-FOREIGN: dict[str, tuple[Make, str]] = {
-    "a peak after a warm-up": (WarmupRestarts, "WarmupRestarts does not follow"),
-    "a peak": (lambda o: Polynomial(o, LR), "Polynomial does not follow"),
-    "a peak inside one of torch's": (
-        lambda o: s.ChainedScheduler([s.StepLR(o, 5), Polynomial(o, LR)]),
-        "Polynomial does not follow",
-    ),
-    "an epoch": (OfTimm, "OfTimm cannot be stepped.*epoch"),
-    "base_lrs": (lambda o: Polynomial(o, None), ""),
-    "a recursion": (LinearCosine, ""),
-}
-
-
-@pytest.mark.parametrize("name", FOREIGN)
-def test_a_schedule_that_keeps_a_rate_of_its_own_is_refused_before_it_is_scaled(name: str) -> None:
-    make, message = FOREIGN[name]
-    optimizer = optimizer_of(rates=(LR, 0.04), momentum=0.9)
-    schedule = make(optimizer)
-    were = rates_of(optimizer), {name: each for name, each in vars(schedule).items() if name != "optimizer"}
-    were = copy.deepcopy(were)
-    hyperparameters = Hyperparameters(optimizer, [schedule])
-    with pytest.raises(ConfigurationError, match=f"{message}.*base_lrs") if message else nullcontext():
-        hyperparameters.check_schedules()
-    rates, state = were
-    assert rates_of(optimizer) == rates, "the rehearsal leaves no trace"
-    assert all(vars(schedule)[name] == each for name, each in state.items() if name != "_schedulers")
-
-
-@pytest.mark.parametrize("name", SCHEDULES)
-def test_the_schedules_of_torch_are_followed(name: str) -> None:
-    optimizer = optimizer_of(rates=(LR, 0.04), momentum=0.9)
-    schedule = SCHEDULES[name](optimizer)
-    if schedule is not None:  # a class of the user's own that changes nothing, so that it is tried out
-        schedule.__class__ = type("Own", (type(schedule),), {"__module__": __name__})
-    Hyperparameters(optimizer, [schedule] if schedule is not None else []).check_schedules()
 
 
 # --- Momentum --------------------------------------------------------------------------------------------------------

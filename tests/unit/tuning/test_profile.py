@@ -273,15 +273,10 @@ def test_no_grouping_is_faster_than_a_serial_part_or_any_part_of_it(
         assert seconds(prediction) >= max(parts.values()) * 0.9  # the slowest member's bad luck is corrected for
         estimate = prediction.seconds_per_update
         assert estimate.low <= estimate.value <= estimate.high
-    plan = TrainingPlan(profile.model.likely, profile.batch_size, False, profile.model.known(ExchangePattern()))
-    outcomes = [plan.outcome(each.topology) for each in found[1:]]
-    busy = [groups for groups, each in enumerate(outcomes, 2) if each.is_saturated]
-    assert profile.saturating_groups() == min(busy, default=6)
 
 
 def test_what_saturates_is_the_bottleneck_and_more_groups_do_not_help() -> None:
     profile = known_profile(8, 1, per_sample=0.1, exchange=0.06, serve=0.06)
-    assert profile.saturating_groups() == 3
     assert [profile.predict(groups).bottleneck for groups in (1, 2, 3, 8)] == ["compute", "compute", "server", "server"]
     assert seconds(profile.predict(2)) == pytest.approx(0.08)
     for groups in (3, 4, 8):
@@ -495,7 +490,6 @@ def test_over_all_clusters_half_of_the_errors_are_below_five_per_cent() -> None:
 def test_what_is_busy_is_told_apart() -> None:
     assert fitted("saturated server").predict(8).bottleneck == "server"
     assert fitted("saturated link").predict(8).bottleneck == "link"
-    assert fitted("saturated server").saturating_groups() == 4
     assert fitted("slow network").predict(8).bottleneck == "exchange"
     assert fitted("straggler").predict(1).bottleneck == "compute"
 
