@@ -18,11 +18,7 @@ from lightning_omni.wire.handshake import OPENS_NOTHING, Challenges, server_mac
 
 
 class Admission:
-    """The service that admits ranks and their data connections.
-
-    ``data_port`` returns the port of the data socket; ``reconnect_timeout`` for how many seconds ranks look for a lost
-    server.
-    """
+    """The service that admits ranks and their data connections."""
 
     def __init__(
         self,

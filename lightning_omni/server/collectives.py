@@ -123,12 +123,7 @@ class CollectiveService(Service):
         return self._training.idle(sender.rank)
 
     def _contribute(self, number: int, rank: int, mine: _Contribution) -> None:
-        """Add a rank's contribution.
-
-        Raises:
-            ProtocolError: the rank opens it, and waits at too many others.
-            CollectiveMismatch: other ranks called another collective at the same point.
-        """
+        """Add a rank's contribution."""
         if number not in self._open and sum(rank in waiting for waiting in self._open.values()) >= MOST_OPEN:
             raise ProtocolError(f"rank {rank} comes to collective {number}, and waits at {MOST_OPEN} others")
         present = self._open.setdefault(number, {})

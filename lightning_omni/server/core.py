@@ -53,7 +53,7 @@ class ServerCore:
     """The parameter server, without its sockets.
 
     Args:
-        random: returns a number of random bytes (nonces).
+        random: returns random bytes.
         heartbeat_timeout: ``heartbeat`` of `TimeLimits`, in seconds; the other time-outs likewise.
         resolve: returns the class of a class path, as ``resolve_module`` does for a merged head's module.
         clock: returns seconds, to measure the server's arithmetic; None in virtual time.
@@ -64,14 +64,10 @@ class ServerCore:
         number: number of this server; 0 coordinates the others.
 
     Attributes:
-        now: time of the current message, in seconds.
-        observers: processes that observe this server, also from one run to the next.
-        router: router of the run's messages; `reset` replaces it, as it does ``roster``, ``membership``, ``training``,
-            ``status_service`` and ``epochs``.
-        journal: takes the decisions since the state was saved.
+        observers: processes that observe this server, also from one run to the next; `reset` replaces all other parts.
         reconnect_timeout: seconds for which ranks look for this server when it is gone; 0 if no other continues.
-        resumed: whether it has continued the run of an earlier server.
-        on_run_over: called on a server other than 0 at the end of the run, before it forgets the run.
+        resumed: whether it continues the run of an earlier server.
+        on_run_over: called on other servers than 0 at the end of the run.
         data_port: port of the data socket, reported to every admitted rank; the driver sets it.
         versions: those of the server's packages, for observers; the driver sets them.
         strangers: refused messages that were malformed or whose sender had not been admitted, and connections that the

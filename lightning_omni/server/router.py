@@ -193,11 +193,7 @@ def types_on(channel: m.Channel, rows: Iterable[Row] = TABLE) -> tuple[type[m.Me
 
 
 class Router:
-    """The router of messages to ``services``, one of each type that the rows name.
-
-    Raises:
-        ValueError: a message has two rows, or a row has no service.
-    """
+    """The router of messages to ``services``, one of each type that the rows name."""
 
     def __init__(self, rows: Iterable[Row], services: Iterable[Any], roster: Roster, replication: Replication) -> None:
         rows = tuple(rows) if replication.count > 1 else tuple(replace(row, in_parts=False) for row in rows)

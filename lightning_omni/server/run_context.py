@@ -15,12 +15,7 @@ from lightning_omni.wire.journal import Journal
 
 
 class RunContext(NamedTuple):
-    """The shared state of one run.
-
-    Attributes:
-        journal: takes the decisions that ranks receive, and marks when the state should be saved.
-        now: returns the time of the current message or tick.
-    """
+    """The shared state of one run; ``now`` returns the time of the current message or tick."""
 
     roster: Roster
     store: ParameterStore

@@ -66,12 +66,7 @@ class Observers:
 class StatusService(Service):
     """The service that measures the server, reports on the run to ranks and observers, and keeps its log.
 
-    Args:
-        strangers: returns `ServerCore.strangers`.
-        handled: returns the number of the run's pushes that this process has handled.
-
-    Attributes:
-        total_serve_time: seconds spent on them.
+    ``handled`` returns the number of the run's pushes that this process has handled, in ``total_serve_time`` seconds.
     """
 
     def __init__(

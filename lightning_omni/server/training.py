@@ -28,9 +28,7 @@ LARGEST_NOTED = 256 << 20
 class Training(Service):
     """The service that merges and answers pushes.
 
-    Attributes:
-        handled: number of each group's pushes since groups were formed, those not applied included.
-        pushes: number of all pushes of this run to this process.
+    ``handled`` are the pushes of each group since groups were formed, ``pushes`` all of this run to this process.
     """
 
     def __init__(self, run: RunContext) -> None:
@@ -112,10 +110,7 @@ class Training(Service):
         return out
 
     def _waited_for(self, number: int) -> set[int]:
-        """Return the groups whose own weights a mean needs: all but those that an earlier server has sent the mean.
-
-        These groups have continued with the next optimizer's mean, or wait for all others.
-        """
+        """Return the groups whose own weights a mean needs: all but those that an earlier server has sent the mean."""
         later = {group for served in self._store.all[number + 1 :] for group in served.averaging}
         return set(self._roster.formed.alive) - ((self._idle | later) - set(self._store.all[number].averaging))
 

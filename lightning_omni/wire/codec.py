@@ -38,9 +38,6 @@ def pack(tree: Any) -> tuple[Packed, Tensor]:
     Returns:
         The plain part, and a uint8 buffer ``(nbytes,)`` with a copy of the tensors.
 
-    Raises:
-        MalformedMessage: the tree holds something else.
-
     Example:
         >>> packed, buffer = pack({"betas": (0.9, 0.99), "step": torch.tensor(3.0)})
         >>> unpack(packed, buffer)
@@ -80,9 +77,6 @@ def unpack(packed: Packed, buffer: Tensor, copy: bool = False) -> Any:
     """Rebuild a tree from its plain part and its uint8 buffer.
 
     With ``copy``, each tensor has its own memory, as ``torch.save`` requires for several dtypes.
-
-    Raises:
-        MalformedMessage: the bytes are no tree, or do not fit the buffer.
     """
     check_specs(packed.specs, buffer.numel())
     views = [view.clone() if copy else view for view in packed.layout.views(buffer)]

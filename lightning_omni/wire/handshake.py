@@ -70,20 +70,13 @@ def join(request: Request, key: bytes, hello: Hello, where: str = "") -> tuple[W
 
     Returns:
         The server's welcome, and the secret that opens this rank's data connection.
-
-    Raises:
-        Refused: the server refuses this rank, or does not hold the key.
     """
     welcome, challenge = _prove(request, key, hello, (Challenge, Proof, Welcome), _other_server(where))
     return welcome, session_key(key, hello, challenge)
 
 
 def attach(request: Request, secret: bytes, number: int, nonce: bytes) -> None:
-    """Authenticate both sides of a data connection, or of one between leaders, by their shared secret.
-
-    Raises:
-        Refused: the other side refuses, or does not hold the secret.
-    """
+    """Authenticate both sides of a data connection, or of one between leaders, by their shared secret."""
     other = "the process that answers does not hold the secret of this connection"
     _prove(request, secret, Attach(rank=number, nonce=nonce), (AttachChallenge, AttachProof, Attached), other)
 
@@ -95,11 +88,7 @@ def observe(request: Request, key: bytes, nonce: bytes, where: str = "") -> None
 
 
 def join_as_follower(request: Request, key: bytes, hello: FollowerHello, where: str = "") -> FollowerWelcome:
-    """Perform the handshake of a server that holds a partition with the coordinating server.
-
-    Raises:
-        Refused: the coordinating server refuses this one, or does not hold the key.
-    """
+    """Perform the handshake of a server that holds a partition with the coordinating server."""
     welcome, _ = _prove(request, key, hello, (Challenge, FollowerProof, FollowerWelcome), _other_server(where))
     return welcome  # type: ignore[no-any-return]
 

@@ -40,11 +40,7 @@ class Call(msgspec.Struct, frozen=True, array_like=True):
         return cls(method.__qualname__, msgspec.msgpack.encode(arguments))
 
     def make(self, methods: Iterable[Callable[..., Any]]) -> Any:
-        """Call the one of these methods that has the name.
-
-        Raises:
-            MalformedMessage: none has it, or it takes other arguments.
-        """
+        """Call the one of these methods that has the name."""
         method = next((each for each in methods if each.__qualname__ == self.method), None)
         try:
             if method is None:
@@ -70,9 +66,8 @@ class Journal:
     """The destination of calls.
 
     Attributes:
-        write: function that takes each call; None while nothing is saved.
-        is_due: whether to save the state soon.
-        saves: number of saves that this server has completed.
+        write: takes each call; None while nothing is saved.
+        saves: number of completed saves.
     """
 
     def __init__(self) -> None:

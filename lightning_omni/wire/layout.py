@@ -230,11 +230,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
-    """Return the specification of a tensor.
-
-    Raises:
-        MalformedMessage: its dtype cannot be sent.
-    """
+    """Return the specification of a tensor."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise MalformedMessage(f"tensor {name!r} has dtype {tensor.dtype}, which cannot be exchanged")
@@ -299,11 +295,7 @@ class Structures(msgspec.Struct):
         self._all, self._at = self._all[-1:], {}
 
     def find(self, group: int, structure: Structure) -> int | None:
-        """Return the number of a structure that a group changes to; None if it is new.
-
-        Raises:
-            Refused: other groups have changed differently, or the structure has changed too often.
-        """
+        """Return the number of a structure that a group changes to; None if it is new."""
         now = self._at.get(group, 0)
         for number in range(now, len(self._all)):
             if self._all[number] == structure:
@@ -334,9 +326,6 @@ def read_structure(tree: Any, known: int) -> tuple[Structure, list[dict[str, Any
 
     Returns:
         The structure; settings and indices of each parameter group; weights and optimizer state of the new parameters.
-
-    Raises:
-        MalformedMessage: the description is invalid.
     """
     try:
         groups = [dict(group) for group in tree["groups"]]

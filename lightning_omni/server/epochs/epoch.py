@@ -141,9 +141,7 @@ class ValidationBook(msgspec.Struct):
 class Epochs(msgspec.Struct, dict=True):
     """The current epoch of a run, and its validations. The fields are the saved state.
 
-    Attributes:
-        samples: samples of each group, trained since groups were formed.
-        journal: takes what ranks are told.
+    ``samples`` are those of each group, trained since groups were formed.
     """
 
     book: LeaseBook | None = None

@@ -113,7 +113,7 @@ class FormedGroups(msgspec.Struct, dict=True):
 
     def check_leads(self, rank: int, group: int) -> None:
         self.check_grouped(rank, group)
-        if not self.is_leader(rank):
+        if self.members(group)[0] != rank:
             raise ProtocolError(f"rank {rank} does not lead group {group}; only leaders push")
 
     def history(self, formed: int) -> GroupHistory:
@@ -228,7 +228,6 @@ class Roster:
         over: why the run cannot continue, or "".
         can_continue: whether a group that joins can continue the run, even if no rank is left.
         barred: lost ranks whose group must not rejoin by itself.
-        barred_hosts: addresses from which no group may join.
     """
 
     def __init__(self, key: bytes) -> None:
@@ -310,11 +309,7 @@ class Roster:
             self.formed.remove(group)
 
     def admit(self, peer: bytes, hello: Hello, challenge: bytes, now: float) -> None:
-        """Admit a rank that has answered its challenge.
-
-        Raises:
-            Refused: another run, another model, an invalid rank, or an unknown run of an earlier server.
-        """
+        """Admit a rank that has answered its challenge."""
         joins = hello.run.startswith(JOINS)
         if hello.run != self.run and (hello.returns or (joins and not hello.world_size)):
             raise Refused(
@@ -436,10 +431,7 @@ class Roster:
         return not self.joining and (len(self.formed.alive) == 1 or self.recorder in self.formed.members(group))
 
     def lose(self, rank: int, reason: str, barred: bool = False) -> tuple[int | None, bool]:
-        """Remove a dead rank's group; return its number, and False; if the run is over instead, None and True.
-
-        If ``barred``, the group must not rejoin by itself.
-        """
+        """Remove a dead rank's group; return its number, and False; if the run is over instead, None and True."""
         group = self.formed.group_of(rank)
         if group < 0 or self.ends_with(group):
             self.lost[rank] = reason

@@ -27,11 +27,7 @@ from lightning_omni.wire.formats.base import from_wire
 
 
 class Membership:
-    """The participating ranks and groups of a run.
-
-    Args:
-        services: services to notify of changes of groups, in this order.
-    """
+    """The participating ranks and groups of a run; it notifies ``services`` of changes, in this order."""
 
     def __init__(
         self,

@@ -154,11 +154,7 @@ class ServedParameters:
             raise Refused("structure", f"{nbytes} bytes came with added parameters, and {self._room} are left for such")
 
     def restructure(self, group: int, tree: Any) -> int:
-        """Change a group's optimizer as `read_structure` reads it; return the index of its first new parameter.
-
-        Raises:
-            ProtocolError: the change cannot be followed; nothing has changed.
-        """
+        """Change a group's optimizer as `read_structure` reads it; return the index of its first new parameter."""
         known = self._size_before(group, tree)
         structure, groups, weights, state = read_structure(tree, known)
         if self.master.optimizer is None:  # it steps at the workers, which have the parameter groups
@@ -285,9 +281,6 @@ class ServedParameters:
 
         Returns:
             The method's replies, or None if the push was refused: it is not finite, or the method declines it.
-
-        Raises:
-            ProtocolError: the push was computed from future weights, or has other parameter groups.
         """
         layout = layout or self.layout_of_push(group, message)
         views = iter(layout.views(payload))

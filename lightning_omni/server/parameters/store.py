@@ -96,12 +96,7 @@ class ServedHead(ServedParameters):
         return self._holder
 
     def forward(self, request: HeadRequest) -> Any:
-        """Return the head's output for a group's batch, a tree of tensors and plain values.
-
-        Raises:
-            MalformedMessage: the dtype is unknown.
-            Refused: the submodule raised an error, or the inputs do not fit it.
-        """
+        """Return the head's output for a group's batch, a tree of tensors and plain values."""
         message = request.message
         if message.autocast and message.autocast not in DTYPES:
             raise MalformedMessage(f"there is no dtype {message.autocast}")
@@ -128,10 +123,6 @@ class ServedHead(ServedParameters):
         Returns:
             The gradients of the inputs, the clock of the weights that were read, and whether the step was applied: the
             weights' gradients were finite.
-
-        Raises:
-            ProtocolError: the group has no access, or the hyperparameters do not fit the optimizer.
-            Refused: the submodule or the optimizer raised an error.
         """
         if self.holder != group:
             raise ProtocolError(f"group {group} has no access to the merged head; the holder is {self.holder}")

@@ -76,8 +76,5 @@ def decode(data: bytes | memoryview, *, at: str, channel: Channel) -> Any:
         data: one encoded message.
         at: ``"rank"``, or ``"server"`` for a leader that another leader has connected to.
         channel: ``"control"``, ``"data"`` or ``"peer"``.
-
-    Raises:
-        MalformedMessage: the bytes are no message that may arrive there.
     """
     return decode_with(_decoders[at, channel], data, channel)

@@ -36,8 +36,6 @@ class Challenge(Message, frozen=True, kw_only=True):
 
 
 class Proof(Message, frozen=True, kw_only=True):
-    """The answer to a `Challenge`, by the run's key."""
-
     mac: Secret
 
 
@@ -45,7 +43,6 @@ class Welcome(Message, frozen=True, kw_only=True):
     """The admission of a rank.
 
     Attributes:
-        mac: proof that the server holds the key, too.
         data_port: port of the data socket on the same host; 0 for a file beside the control socket's.
         heartbeat_timeout: seconds of silence after which the server counts as dead; for ranks, see `ServerDescription`.
         reconnect_timeout: seconds for which a rank must look for a lost server; 0 if no other will continue.
@@ -81,8 +78,6 @@ class AttachChallenge(Message, frozen=True, kw_only=True):
 
 
 class AttachProof(Message, frozen=True, kw_only=True):
-    """The answer to `AttachChallenge`, by the connection's secret."""
-
     mac: Secret
 
 
@@ -100,8 +95,6 @@ class Observe(Message, frozen=True, kw_only=True):
 
 
 class ObserverProof(Message, frozen=True, kw_only=True):
-    """The answer to a `Challenge`, by the run's key."""
-
     mac: Secret
 
 

@@ -1,7 +1,6 @@
 """Messages between servers that hold a partition of the parameters each; see `lightning_omni.server.replication`.
 
-Rule 1: one server coordinates, and the others communicate with no further server.
-Rule 2: every server executes the coordinating server's commands in the order in which they were sent.
+Every server makes the coordinating server's calls in the order in which they were sent.
 """
 
 from __future__ import annotations
@@ -28,8 +27,6 @@ class FollowerHello(m.Message, frozen=True, kw_only=True):
 
 
 class FollowerProof(m.Message, frozen=True, kw_only=True):
-    """The answer to a `Challenge`, by the run's key."""
-
     mac: m.Secret
 
 

@@ -154,7 +154,6 @@ class Overview(Message, frozen=True, kw_only=True):
         method: as in `FormGroups`, as is ``wire_format``; None before groups are formed.
         plan: the current or last epoch; None if its data is not leased.
         serve_time: seconds of the server's own time for all ``pushes``.
-        log: events, the oldest first.
         over: why the run cannot continue, or an empty string.
         saved: age of the last save; -1 without one.
         metrics: as in `Heartbeat`, averaged over the ranks that report one.

@@ -151,8 +151,6 @@ class HeadForward(Message, frozen=True, kw_only=True):
 
 
 class HeadOutput(Message, frozen=True, kw_only=True):
-    """The answer to `HeadForward`."""
-
     packed: Packed
     nbytes: int
 

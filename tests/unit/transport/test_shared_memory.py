@@ -315,8 +315,8 @@ def test_only_the_process_behind_a_connection_shares_memory_for_it_and_each_segm
 
 
 def test_a_leader_shares_memory_for_the_answers_of_all_servers_with_the_one_on_its_node(serving: Serving) -> None:
-    serving.core.replication.count = 4
     with leaders(serving, numel=1_000_000) as (leader,):
+        serving.core.replication.count = 4
         leader.into = leader.control.empty(4 * leader.layout.nbytes)
         leader.push(0, read_at=0)
         assert leader.data.shared == 2 * leader.layout.nbytes
