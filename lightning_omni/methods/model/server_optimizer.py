@@ -305,7 +305,7 @@ def set_hyperparameter(group: dict[str, Any], name: str, value: Any) -> None:
         {'lr': tensor(0.5000), 'momentum': 0.0}
     """
     if isinstance(group[name], Tensor):
-        group[name].fill_(value)
+        group[name].fill_(value.squeeze() if isinstance(value, Tensor) else value)
     else:
         group[name] = value
 

@@ -19,6 +19,13 @@ if TYPE_CHECKING:
 # --- Steps of learning-rate schedulers --------------------------------------------------------------------------------
 
 
+def epochs_stepped(trainer: Trainer) -> int:
+    """Return the number of epochs for which Lightning has stepped schedulers, which it does in their last batch."""
+    epochs = trainer.fit_loop.epoch_progress.current
+    is_begun = epochs.started > epochs.processed
+    return int(epochs.processed) + (is_begun and trainer.fit_loop.epoch_loop._num_ready_batches_reached())
+
+
 def step_schedule(trainer: Trainer, scheduler: Any) -> None:
     progress = trainer.fit_loop.epoch_loop.scheduler_progress
     progress.increment_ready()

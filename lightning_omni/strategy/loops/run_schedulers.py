@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.optim.lr_scheduler import LRScheduler, ReduceLROnPlateau
 
-from lightning_omni.strategy.lightning_internals.loops import step_plateaus, step_schedule
+from lightning_omni.strategy.lightning_internals.loops import epochs_stepped, step_plateaus, step_schedule
 from lightning_omni.strategy.lightning_internals.metrics import cached_metrics, names_in_training
 from lightning_omni.strategy.loops.progress import RunProgress
 from lightning_omni.wire.messages import EpochPlan
@@ -71,7 +71,7 @@ class RunSchedulers:
         """Let schedulers follow the progress of all groups from now on, or leave them to Lightning."""
         self.is_paced, known, self.leads = is_paced, self.leads, {}
         for config in self._configs if is_paced else ():
-            now = self._steps() if config.interval == "step" else self._run.trainer.current_epoch
+            now = self._steps() if config.interval == "step" else epochs_stepped(self._run.trainer)
             self.leads[config.scheduler] = known.get(config.scheduler, (self._ahead.pop(config.scheduler, 0), now))
 
     @property

@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 from torch.optim import SGD, Optimizer
+from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.tuning.model.forecast import Scaling
@@ -93,4 +94,10 @@ class Hyperparameters:
 
 
 def _flat(schedulers: Iterable[Any]) -> list[Any]:
-    return [one for each in schedulers for one in (each, *_flat(getattr(each, "_schedulers", ())))]
+    """Return schedulers, and those that they hold under any name, as wrappers of other libraries do."""
+    found = list(schedulers)
+    for each in found:  # which grows meanwhile
+        for value in vars(each).values():
+            inside = value if isinstance(value, (list, tuple)) else [value]
+            found += [one for one in inside if isinstance(one, LRScheduler) and one not in found]
+    return found

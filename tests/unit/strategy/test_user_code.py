@@ -510,7 +510,9 @@ class Run:
         return self.schedulers
 
     def go_to(self, epoch: int) -> None:
-        self.trainer.fit_loop.epoch_progress.current.completed = epoch
+        epochs = self.trainer.fit_loop.epoch_progress.current
+        epochs.ready = epochs.started = epoch + 1
+        epochs.processed = epochs.completed = epoch
         self.progress = replace(self.progress, epochs=epoch, samples=0)
 
 
@@ -580,6 +582,26 @@ def test_a_schedule_by_epochs_is_stepped_once_in_each_however_often_a_group_ends
         for _ in range(2):  # once more after a change of groups in what was the last batch
             schedulers.step("epoch")
         assert schedule.last_epoch == epoch + 1
+
+
+@pytest.mark.parametrize("hook", ["on_train_epoch_end", "on_validation_end"])
+def test_a_schedule_by_epochs_keeps_pace_from_the_next_epoch_on_where_groups_are_formed_at_an_epochs_end(
+    hook: str,
+) -> None:
+    schedule = stepped_schedule()
+    run = Run(LRSchedulerConfig(schedule))
+    schedulers = run.start(is_paced=False)
+    run.go_to(0)
+    schedule.step()  # by Lightning, in the epoch's last batch
+    if hook == "on_train_epoch_end":
+        run.trainer.fit_loop.epoch_progress.current.processed = 1
+    else:
+        run.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = True
+    schedulers.keep_pace(True)
+    run.trainer.fit_loop.epoch_loop.batch_progress.is_last_batch = False
+    run.go_to(1)
+    schedulers.step("epoch")
+    assert schedule.last_epoch == 2
 
 
 @pytest.mark.parametrize("is_automatic", [True, False])

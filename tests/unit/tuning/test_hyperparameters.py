@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -105,9 +106,10 @@ def test_a_schedule_goes_on_as_it_is_beside_steps_with_other_rates(name: str) ->
 
 
 @pytest.mark.parametrize("shared", [True, False])
-def test_a_rate_that_is_a_tensor_stays_one_and_is_scaled_once(shared: bool) -> None:
+@pytest.mark.parametrize("shape", [(), (1,)])
+def test_a_rate_that_is_a_tensor_stays_one_and_is_scaled_once(shape: tuple[int, ...], shared: bool) -> None:
     first, second, _ = module()
-    rate = torch.tensor(LR)
+    rate = torch.full(shape, LR)
     groups = [{"params": each.parameters(), "lr": rate if shared else rate.clone()} for each in (first, second)]
     optimizer = AdamW(groups, lr=rate)
     with scaled_rates(optimizer, 3.0):
@@ -179,8 +181,10 @@ def test_momentum_is_free_if_the_schedule_moves_rates_only_even_inside_another()
     optimizer = optimizer_of(SGD, (LR, 0.04), momentum=0.9)
     cyclic = s.CyclicLR(optimizer, 0.01, 0.2, cycle_momentum=False)
     assert Hyperparameters(optimizer, [cyclic]).is_momentum_free
-    moving = s.ChainedScheduler([s.CyclicLR(optimizer, 0.01, 0.2, cycle_momentum=True)])
-    assert not Hyperparameters(optimizer, [moving]).is_momentum_free
+    moving = s.CyclicLR(optimizer, 0.01, 0.2, cycle_momentum=True)
+    assert not Hyperparameters(optimizer, [s.ChainedScheduler([moving])]).is_momentum_free
+    wrapper = SimpleNamespace(after_scheduler=moving, optimizer=optimizer)  # of another library
+    assert not Hyperparameters(optimizer, [wrapper]).is_momentum_free
 
 
 # --- Refusals --------------------------------------------------------------------------------------------------------
