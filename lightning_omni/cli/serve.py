@@ -107,7 +107,7 @@ class StopSignals:
         return bool(self._numbers)
 
     def exit_code(self, code: int) -> int:
-        return INTERRUPTED if code in (0, TERMINATED) and signal.SIGINT in self._numbers else code
+        return INTERRUPTED if code in (0, 1, TERMINATED) and signal.SIGINT in self._numbers else code
 
 
 def stand(settings: ServerSettings, options: Options, console: Console) -> int:

@@ -228,7 +228,8 @@ class ServerCore:
         """Count and answer a message that is malformed, or that `check_payload` refuses."""
         code = error.code if isinstance(error, Refused) else "malformed"
         self.strangers += code in STRANGE
-        return self._sent([Out(peer, channel, m.RefusedMessage(code=code, reason=str(error)))])
+        # A server that holds a share answers here, too: the sender would wait in vain.
+        return [Out(peer, channel, m.RefusedMessage(code=code, reason=str(error))), *self.replication.drain()]
 
     def tick(self, now: float) -> list[Out]:
         """Pass the time: methods continue, and silent, late or stalled ranks are lost."""

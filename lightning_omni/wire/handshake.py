@@ -89,7 +89,12 @@ def observe(request: Request, key: bytes, nonce: bytes, where: str = "") -> None
 
 def join_as_follower(request: Request, key: bytes, hello: FollowerHello, where: str = "") -> FollowerWelcome:
     """Perform the handshake of a server that holds a partition with the coordinating server."""
-    welcome, _ = _prove(request, key, hello, (Challenge, FollowerProof, FollowerWelcome), _other_server(where))
+    try:
+        welcome, _ = _prove(request, key, hello, (Challenge, FollowerProof, FollowerWelcome), _other_server(where))
+    except Refused as no:
+        if no.code != "malformed":  # that of a server which holds a share, and knows no such message
+            raise
+        raise Refused("server", f"the server at {where} coordinates no others; pass the address of server 0") from no
     return welcome  # type: ignore[no-any-return]
 
 

@@ -69,7 +69,8 @@ def _serve(settings: ServerSettings, has_ended: Callable[[], bool], lifeline: Li
     try:
         with contextlib.redirect_stdout(sys.stderr):  # rank 0 reads the first line of standard output
             core = core_from(settings)
-        states = _restore(settings, core)
+        # Ranks do not look for a server that nothing starts again.
+        states = _restore(settings, core) if lifeline is not None else None
         server = listen(settings, core, before)
     except Exception as error:
         if before:  # rank 0 already has the address and reads no more

@@ -303,8 +303,17 @@ class _Listener:
 
 
 def _duplicate(descriptor: int) -> socket.socket:
-    """Return a socket with a descriptor of its own; an address of either family fits into this one."""
-    return socket.fromfd(descriptor, socket.AF_INET6, socket.SOCK_STREAM)
+    """Return a socket with a descriptor of its own; an address of either family fits into this one.
+
+    Raises:
+        OSError: the descriptor belongs to no socket any more.
+    """
+    own = os.dup(descriptor)
+    try:
+        return socket.socket(socket.AF_INET6, socket.SOCK_STREAM, fileno=own)
+    except OSError:
+        os.close(own)
+        raise
 
 
 def _abort(wire: socket.socket) -> None:

@@ -224,13 +224,15 @@ class SegmentSocket:
             )
         except BlockingIOError:
             return
-        if len(descriptors) == 2 and not flags & socket.MSG_CTRUNC:
-            memory, reply = descriptors
-            with suppress(OSError):  # the other end is gone
-                os.set_blocking(reply, False)
-                os.write(reply, encode_record(self._answer(data, memory)))
-        for descriptor in descriptors:
-            os.close(descriptor)
+        try:
+            if len(descriptors) == 2 and not flags & socket.MSG_CTRUNC:
+                memory, reply = descriptors
+                with suppress(OSError):  # the other end is gone
+                    os.set_blocking(reply, False)
+                    os.write(reply, encode_record(self._answer(data, memory)))
+        finally:
+            for descriptor in descriptors:
+                os.close(descriptor)
 
     def _answer(self, data: bytes, descriptor: int) -> Shared:
         try:
