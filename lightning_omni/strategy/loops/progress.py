@@ -275,8 +275,11 @@ class RunProgress:
         return None if steps in (-1, math.inf) else max(0, int(steps) - made)
 
     def steps_at(self, progress: Progress) -> int:
+        steps, leases = progress.steps, self._data.leases
+        if leases is not None and progress.samples >= progress.budget(leases.total, progress.epochs):
+            steps = progress.steps_before(progress.epochs + 1)  # the last step of DDP may have fewer samples
         # max_steps may end the run inside an epoch.
-        return progress.steps if self.limits.max_steps == -1 else min(progress.steps, self.limits.max_steps)
+        return steps if self.limits.max_steps == -1 else min(steps, self.limits.max_steps)
 
     def limit_steps(self, is_open_ended: bool) -> None:
         """Keep this rank's own steps from ending the run if they are not those of DDP."""
