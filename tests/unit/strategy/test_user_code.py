@@ -16,12 +16,14 @@ import torch
 import torch.distributed as dist
 import torch.distributed._functional_collectives as functional
 from jsonargparse import ArgumentError, ArgumentParser
+from pytorch_lightning.cli import LightningCLI
+from pytorch_lightning.demos.boring_classes import BoringModel
 from pytorch_lightning.utilities.types import LRSchedulerConfig
 from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.data import DataLoader, DistributedSampler, IterableDataset, Subset
 
-from lightning_omni import FSDP, Compression, Elastic, Server
+from lightning_omni import FSDP, Compression, Elastic, OmniStrategy, OmniTuner, Server
 from lightning_omni.errors import ConfigurationError, OmniError, RankLost, UnsupportedError
 from lightning_omni.methods import LocalSGD
 from lightning_omni.methods.model.replica import Replica, load_optimizer_state
@@ -1131,6 +1133,22 @@ def test_a_command_line_has_a_value_as_one_text_or_by_its_arguments(given: list[
     parsed = parser.parse_args(["--trainer.strategy=lightning_omni.OmniStrategy", *options])
     made = instantiated(parser, parsed).trainer.strategy
     assert getattr(made.world_options, name) == value
+
+
+@pytest.mark.filterwarnings("ignore")  # of LightningCLI's own
+def test_the_command_line_of_the_page_makes_the_strategy_and_the_tuner() -> None:
+    page = (Path(__file__).parents[3] / "docs" / "reference" / "compatibility.md").read_text()
+    [line] = [each for each in page.splitlines() if each.startswith("`--trainer.strategy")]
+    options = ["--trainer.accelerator=cpu", "--trainer.devices=2", "--trainer.logger=false"]
+    cli = LightningCLI(
+        BoringModel,
+        run=False,
+        save_config_callback=None,
+        seed_everything_default=False,
+        args=[*options, *line.strip("`.").split()],
+    )
+    assert isinstance(cli.trainer.strategy, OmniStrategy)
+    assert any(isinstance(each, OmniTuner) for each in cli.trainer.callbacks)  # type: ignore[attr-defined]
 
 
 @pytest.mark.parametrize("window", [1, 2, 3])
