@@ -5,7 +5,6 @@ The members' rows form one batch: the leader sends it to the head, and each memb
 
 from __future__ import annotations
 
-import math
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -207,14 +206,25 @@ class RemoteHead:
         ]
 
     def _gather(self, tensors: Sequence[Tensor]) -> list[Tensor]:
+        """Gather all members' rows at the leader, concatenated; other members return their own."""
         if not self._is_shared:
             return list(tensors)
-        mine, whole = self._splits
-        return [self._pass_on(tensor, mine, whole) for tensor in tensors]
+        parallel, group = self._parallel, self._parallel.compute_group
+        own = [tensor.detach().to(parallel.device).contiguous() for tensor in tensors]
+        if not parallel.is_leader:
+            for tensor in own:
+                dist.send(tensor, group=group, group_dst=0)
+            return own
+        blocks = [[tensor] for tensor in own]
+        for member, rows in enumerate(self._rows[1:], 1):
+            for tensor, block in zip(own, blocks, strict=True):
+                block.append(tensor.new_empty((rows, *tensor.shape[1:])))
+                dist.recv(block[-1], group=group, group_src=member)
+        return [torch.cat(block) for block in blocks]
 
     def _scatter(self, whole: Sequence[Tensor], shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
         """Send each member its rows from the leader, and return them on this rank's device."""
-        parallel = self._parallel
+        parallel, group = self._parallel, self._parallel.compute_group
         if not self._is_shared:
             return [tensor.to(parallel.device) for tensor in whole]
         if any(not shape or shape[0] != sum(self._rows) for shape, _ in shapes):
@@ -223,27 +233,17 @@ class RemoteHead:
                 " that every member of the group can get its rows; merge another submodule: the shapes are"
                 f" {[list(s) for s, _ in shapes]}"
             )
-        if not parallel.is_leader:
-            whole = [torch.empty((0, *shape[1:]), dtype=dtype) for shape, dtype in shapes]
-        mine, all_rows = self._splits
-        return [self._pass_on(tensor, all_rows, mine) for tensor in whole]
-
-    @property
-    def _splits(self) -> tuple[list[int], list[int]]:
-        """Return this member's rows, which the leader sends or gets, and the members' rows at the leader."""
-        none = [0] * len(self._rows)
-        mine = self._rows[self._parallel.members.index(self._parallel.rank)]
-        return [mine, *none[1:]], self._rows if self._parallel.is_leader else none
-
-    def _pass_on(self, tensor: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Send each member its number of a tensor's rows; return those from each, in the members' order."""
-        own = tensor.detach().to(self._parallel.device).contiguous()
-        found = own.new_empty((sum(received), *own.shape[1:]))
-        width = own.element_size() * math.prod(own.shape[1:])
-        theirs, ours = ([width * rows for rows in each] for each in (received, sent))
-        into, of = (each.view(-1).view(torch.uint8) for each in (found, own))
-        dist.all_to_all_single(into, of, theirs, ours, group=self._parallel.compute_group)
-        return found
+        if parallel.is_leader:
+            blocks = [tensor.to(parallel.device).split(self._rows) for tensor in whole]
+            for member in range(1, len(self._rows)):
+                for tensor in blocks:
+                    dist.send(tensor[member].contiguous(), group=group, group_dst=member)
+            return [tensor[0] for tensor in blocks]
+        rows = self._rows[parallel.members.index(parallel.rank)]
+        mine = [torch.empty((rows, *shape[1:]), dtype=dtype, device=parallel.device) for shape, dtype in shapes]
+        for tensor in mine:
+            dist.recv(tensor, group=group, group_src=0)
+        return mine
 
 
 def _own_forward(kind: type[nn.Module], module: nn.Module) -> Any:
