@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 def epochs_stepped(trainer: Trainer) -> int:
     """Return the number of epochs for which Lightning has stepped schedulers, which it does in their last batch."""
-    epochs = trainer.fit_loop.epoch_progress.current
+    epochs: Any = trainer.fit_loop.epoch_progress.current  # Lightning declares a base class of its type
     is_begun = epochs.started > epochs.processed
     return int(epochs.processed) + (is_begun and trainer.fit_loop.epoch_loop._num_ready_batches_reached())
 
