@@ -12,7 +12,7 @@ import msgspec
 
 from lightning_omni.errors import MalformedMessage
 
-VERSION = 17
+VERSION = 16
 """The protocol version, which must be the same on both sides."""
 
 LARGEST_INLINE = 32 << 10
