@@ -522,7 +522,8 @@ def evict(address: str, group: str, bar: bool = False, key_file: Path | None = N
     with closing(Observer(address, load_key(key_file), encryption, CONNECT_TIME)) as observer:
         groups = {each.status.name: each.status for each in observer.overview().groups}
         if group not in groups:
-            raise ConfigurationError(f"there is no group {group}; pass one of: {', '.join(groups) or 'none is there'}")
+            remedy = f"pass one of: {', '.join(groups)}" if groups else "no group takes part in a run there"
+            raise ConfigurationError(f"there is no group {group}; {remedy}")
         observer.evict(groups[group], bar)
     print_line(f"group {group} is evicted")
     return 0

@@ -177,8 +177,8 @@ class StandaloneServer:
         self._announce()
         with self._open:
             self._server.run(until=self._is_over)
-        lost, is_told = self._core.replication.lost_server, self._is_told
-        if not lost and not self._is_stopped and not is_told:  # it holds a share, and has lost its coordinator
+        lost = self._core.replication.lost_server
+        if not lost and not self._is_stopped and not self._is_told:  # it holds a share, and has lost its coordinator
             lost = "the server that coordinates is gone"
         if lost:
             log(self._console, lost, style="red")

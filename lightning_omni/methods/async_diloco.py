@@ -10,14 +10,7 @@ from torch import Tensor
 
 from lightning_omni.checks import check_number, check_whole
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods.contract import (
-    Push,
-    Reply,
-    ServerSide,
-    Total,
-    check_fragments,
-    check_period,
-)
+from lightning_omni.methods.contract import Push, Reply, ServerSide, Total, check_fragments, check_period
 from lightning_omni.methods.diloco import check_outer
 from lightning_omni.methods.model.fragments import state_of, states_in
 from lightning_omni.methods.model.replica import copies

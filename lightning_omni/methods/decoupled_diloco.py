@@ -8,15 +8,7 @@ from typing import Any
 
 from lightning_omni.checks import check_number, check_whole, counted
 from lightning_omni.errors import ConfigurationError, ProtocolError
-from lightning_omni.methods.contract import (
-    Gradient,
-    Push,
-    Reply,
-    ServerSide,
-    Total,
-    check_fragments,
-    check_period,
-)
+from lightning_omni.methods.contract import Gradient, Push, Reply, ServerSide, Total, check_fragments, check_period
 from lightning_omni.methods.diloco import check_outer, outer_sgd
 from lightning_omni.methods.model.fragments import state_of, states_in
 from lightning_omni.methods.model.replica import Replica

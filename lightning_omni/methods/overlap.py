@@ -109,8 +109,8 @@ class PacedBarrier(Barrier):
 class LocalSteps(Method, frozen=True, kw_only=True):
     """A method whose groups make local steps, and exchange one of P fragments every H/P of them.
 
-    At a barrier all groups exchange the same fragment; otherwise each takes one after the other. With P = 1, a group
-    that waits for its answer continues from it; else it mixes the answered fragment in.
+    At a barrier all groups exchange the same fragment; otherwise each takes one after the other. With P = 1, no
+    ``alpha`` and no ``keep_steps``, a group continues from its answer; else it mixes the answered fragment in.
     """
 
     steps_at = "worker"

@@ -67,6 +67,7 @@ class ParallelState:
         parts: the exchanged part of each optimizer.
         names: names of parameters in modules that a loop without Lightning has wrapped.
         steps: optimizer steps that Lightning has made in one group, which no server's clock counts.
+        rate_factor: factor of all learning rates in steps of several groups; the parameter groups hold them without it.
         shards: number of ranks that hold one replica of the model together.
         holders: ranks, as torch numbers them, by the replica of the model that they hold together.
         tensor_parallel: number of neighbours that compute on the same samples together.
@@ -131,7 +132,7 @@ class ParallelState:
         self.parts: list[Part] = []
         self.names: dict[Parameter, str] = {}
         self.steps = 0
-        self.rate_factor = 1.0  # of all learning rates in steps of several groups; schedules and hooks set others
+        self.rate_factor = 1.0
         self.server = RunServer(self.rank, options, ranks_per_node, self.shards if self.is_sharded else None)
         self.is_computing = self.is_entering = self.joined_since_sync = False
         self.ever_lost: set[int] = set()
@@ -385,8 +386,7 @@ class ParallelState:
         """Return the division of an optimizer's parameters over so many servers."""
         if servers == 1:
             return Partition.whole(part.replica.layout)
-        at_servers = None if self.steps_at_worker else part.optimizer
-        return Partition.of(part.replica.layout, servers, is_elementwise(self.method, at_servers))
+        return Partition.of(part.replica.layout, servers, is_elementwise(self.method, part.optimizer))
 
     @property
     def joined(self) -> Control:

@@ -218,6 +218,8 @@ class ProcessGroups:
     # --- Among all ranks -----------------------------------------------------------------------------------------
 
     def largest(self, numbers: Sequence[int], group: Any) -> list[int]:
+        if not numbers:
+            return []
         device = torch.device("cpu") if isinstance(group, LiveWorld) else self._device
         tensor = torch.tensor(list(numbers), dtype=torch.int64, device=device)
         dist.all_reduce(tensor, op=dist.ReduceOp.MAX, group=group)

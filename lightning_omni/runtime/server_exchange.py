@@ -87,15 +87,14 @@ class ServerStore:
         ``parts`` are those of `Snapshots.seed`.
         """
         requests = self._connections()
-        for part, seed in zip(self._parallel.parts, parts, strict=False):
+        splits = [self._parallel.split_of(part, requests.count) for part in self._parallel.parts]
+        for split, seed in zip(splits, parts, strict=False):
             if seed.get("method") is not None and self._parallel.share is None:
-                self._parallel.split_of(part, requests.count).check_fragments(seed["method"])
+                split.check_fragments(seed["method"])
         seeds = []
         for server in range(requests.count):
             tree = [
-                part
-                if requests.count == 1
-                else self._share_of(self._parallel.parts[index], part, server, requests.count)
+                part if requests.count == 1 else self._share_of(splits[index], part, server)
                 for index, part in enumerate(parts)
             ]
             packed, buffer = pack({"parts": tree})
@@ -106,8 +105,8 @@ class ServerStore:
         message = m.GroupState(packed=packed, nbytes=buffer.numel())
         self._connections().own.exchange(message, m.GroupStateStored, buffer)
 
-    def _share_of(self, part: Part, seed: dict[str, Any], server: int, servers: int) -> dict[str, Any]:
-        split = self._parallel.split_of(part, servers)
+    @staticmethod
+    def _share_of(split: Partition, seed: dict[str, Any], server: int) -> dict[str, Any]:
         weights = split.parts(list(seed["weights"].values()))[server]
         names = [spec.name for spec in split.shares[server].specs]
         method = seed.get("method")

@@ -122,7 +122,7 @@ class RunServer:
                 self._key = key_of_environment() or new_key()
                 self._states = self._states or self._place_for_states(self._taught[1])
                 self.processes[0].configure(self._settings(method, self._taught[1]))
-        except (OSError, ConfigurationError) as error:  # the other ranks wait in `find`: it is reported there
+        except (OSError, ConfigurationError) as error:  # `find`, where others wait for rank 0, or `share` reports it
             self._failure = error
 
     def share(self, address: str, key: bytes) -> None:
@@ -146,7 +146,7 @@ class RunServer:
             process.address()
 
     def stop(self, has_failed: bool = False, waits: bool = True) -> None:
-        """End the embedded servers, and wait for them, unless no rank has joined them.
+        """End the embedded servers, and wait for them; unless it ``waits``, a thread does.
 
         If a rank other than 0 has failed, its servers continue: they end with the one that coordinates.
         """

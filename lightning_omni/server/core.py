@@ -225,7 +225,7 @@ class ServerCore:
         return out + self.replication.drain()
 
     def refuse(self, channel: m.Channel, peer: Peer, error: ProtocolError) -> list[Out]:
-        """Count and answer a message that is malformed, or that `check_payload` refuses."""
+        """Answer a message that is malformed or refused, and count it if its sender is a stranger."""
         code = error.code if isinstance(error, Refused) else "malformed"
         self.strangers += code in STRANGE
         # A server that holds a share answers here, too: the sender would wait in vain.

@@ -21,16 +21,15 @@ from collections.abc import Callable, Container
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from typing_extensions import TypeVarTuple, Unpack
+from typing_extensions import Unpack
 
 from lightning_omni.errors import OmniError, ProtocolError, Refused, StepFailed
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.handshake import Challenges, server_mac
-from lightning_omni.wire.journal import Call
+from lightning_omni.wire.journal import Arguments, Call
 from lightning_omni.wire.messages import servers as sm
 
-Arguments = TypeVarTuple("Arguments")
 COORDINATOR: Peer = b"\0coordinator"
 """The coordinating server, as the peer of another one's messages."""
 MOST_HELD = 16

@@ -175,7 +175,7 @@ TABLE = (
     ),
     Row(m.HeadRelease, DATA, Role.LEADER, MergedHeadService, MergedHeadService.release),
 )  # fmt: skip
-"""Every message that a server may receive from ranks and observers."""
+"""The messages of ranks and observers, except those for server 0 alone."""
 
 COORDINATOR_TABLE = (
     Row(m.AskServerAddresses, CONTROL, Role.RANK, Coordinator, Coordinator.ask_addresses),

@@ -86,8 +86,7 @@ class Simulation:
         self.server = SimulatedServer(self._engine, layout, topology, batches.seed, self._optimizer, record)
         # One group has no server in its path, so exchanges take no time.
         between = Cluster(cluster.devices) if topology.is_synchronous else cluster
-        at_servers = self._optimizer if formation.method.steps_at == "server" else None
-        split = Partition.of(layout, between.server_count, is_elementwise(formation.method, at_servers))
+        split = Partition.of(layout, between.server_count, is_elementwise(formation.method, self._optimizer))
         self._wire_format = formation.compression.wire_format
         self._costs = Exchanges(self._engine, between, split.fractions)
         self._network = SimulatedNetwork(self._engine, self.server, self._costs)

@@ -31,11 +31,7 @@ from lightning_omni.topology import Topology
 from lightning_omni.wire import handshake
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack
-from lightning_omni.wire.formats.base import (
-    Memory,
-    WireFormat,
-    to_wire,
-)
+from lightning_omni.wire.formats.base import Memory, WireFormat, to_wire
 from lightning_omni.wire.handshake import NONCE_BYTES
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.partition import Partition

@@ -299,6 +299,7 @@ class OmniStrategyHooks(_Base):
             forget(self.world.process_groups.original, self.world.rank)
 
     def _ranks_per_node(self) -> list[int]:
+        """Return the number of ranks on each node, which are numbered node by node. All ranks call it."""
         if self.num_nodes > 1 and self.world_options.groups != 1:
             is_elsewhere = self.global_rank != self.node_rank * self.num_processes + self.local_rank
             any_is = torch.tensor(int(is_elsewhere), device=self.root_device)

@@ -195,7 +195,7 @@ class Trainable:
         self._known = {parameter for _, parameter, _ in self._flags}
         self._held = []
 
-    def has_changed(self, optimizers: Iterable[Optimizer], may_be_unused: bool = False) -> bool:
+    def has_changed(self, optimizers: Iterable[Optimizer], may_be_unused: bool) -> bool:
         """Return whether the module must be wrapped again, so that DDP averages exactly the trained parameters.
 
         With ``may_be_unused`` DDP needs no gradient of one that is frozen now; a GAN's step may unfreeze it.

@@ -349,9 +349,9 @@ def over_parameters(tree: Any, specs: Sequence[TensorSpec], make: Callable[[Any,
     return make(tree, None)
 
 
-def is_elementwise(method: Method, optimizer: Optimizer | None) -> bool:
-    """Return whether tensors may be cut, for a method and an optimizer (None if it steps at the workers)."""
-    return method.elementwise and (optimizer is None or class_path(type(optimizer)) in ELEMENTWISE)
+def is_elementwise(method: Method, optimizer: Optimizer) -> bool:
+    """Return whether tensors may be cut, for a method and the user's optimizer."""
+    return method.elementwise and (method.steps_at == "worker" or class_path(type(optimizer)) in ELEMENTWISE)
 
 
 def check_by_parts(method: Method, optimizer: Optimizer, inside: str) -> None:

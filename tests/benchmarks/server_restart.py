@@ -113,7 +113,7 @@ def kill_embedded(running: Running, both: bool) -> None:
     os.kill(running.servers[-1], signal.SIGKILL)
 
 
-class SchedulerSnapshot:
+class StandingServer:
     """A server that stands by itself and saves its state."""
 
     def __init__(self, stack: ExitStack, save_every: float) -> None:
@@ -152,11 +152,11 @@ class SchedulerSnapshot:
 def run_with(
     stands: bool, method: str, save_every: float
 ) -> Iterator[tuple[Running, Callable[[], bool], Callable[[bool], None]]]:
-    """Yield a run, if its server has saved its state, and what kills it (True: and what watches a standing one)."""
+    """Yield a run, whether its server has saved its state, and what kills it (True: a standing one's watcher, too)."""
     with ExitStack() as stack:
         environment, strategy, server = {}, {}, None
         if stands:
-            server = SchedulerSnapshot(stack, save_every)
+            server = StandingServer(stack, save_every)
             strategy["address"], environment["LIGHTNING_OMNI_KEY"] = server.address(), server.key
         options = {"fits": [fit(method, save_every, **strategy)], "servers": 2}  # the second goes on for the first
         running = stack.enter_context(Running("groups.py", options, environment))

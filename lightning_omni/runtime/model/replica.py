@@ -259,7 +259,7 @@ class ModelReplica(Replica):
     def restore(self, but_frozen: bool = False) -> None:
         """Restore the group's own weights, if they were stashed.
 
-        With ``but_frozen``, all groups continue with the evaluated frozen weights.
+        With ``but_frozen``, all groups continue with the evaluated frozen weights, unless all weights are frozen.
         """
         if self._stashed is None:
             return

@@ -178,7 +178,7 @@ def agree(found: Mapping[str, str], rank: int, largest: Largest, remedy: str) ->
 
 def are_alike(numbers: Sequence[int], largest: Largest) -> list[bool]:
     """Return of each number whether all ranks, which call it, have the same."""
-    both = largest([*numbers, *(-each for each in numbers)]) if numbers else []
+    both = largest([*numbers, *(-each for each in numbers)])
     return [most == -least for most, least in zip(both, both[len(numbers) :], strict=False)]
 
 

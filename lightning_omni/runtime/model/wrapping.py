@@ -194,8 +194,10 @@ class ReductionCheck:
         Raises:
             ConfigurationError: the members of the group have not averaged the gradients.
         """
+        if len(self._members) == 1:
+            return closure
         trained = [each for each in parameters if each.requires_grad]
-        if len(self._members) == 1 or not trained or self._seen.get(index) == set(trained):
+        if not trained or self._seen.get(index) == set(trained):
             return closure
         self._seen[index] = set(trained)
         if closure is None:

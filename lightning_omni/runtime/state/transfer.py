@@ -132,8 +132,8 @@ class StateTransfer:
         if not self._parallel.process_groups.had_several:
             return
         self._parallel.make_groups()
-        is_here = self._parallel.steps_at_worker or self._parallel.is_synchronous
-        self._share(self._parallel.parts if is_here else [])
+        if self._parallel.steps_at_worker or self._parallel.is_synchronous:
+            self._share(self._parallel.parts)
 
     # --- To the server and back ---------------------------------------------------------------------------------------
 

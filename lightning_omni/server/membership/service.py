@@ -139,8 +139,8 @@ class Membership:
 
     def evict(self, sender: Sender, message: m.Evict, payload: Payload) -> list[Out]:
         roster, group = self._roster, message.group
-        if self._roster.over:
-            raise ProtocolError(f"the run is over: {self._roster.over}")
+        if roster.over:
+            raise ProtocolError(f"the run is over: {roster.over}")
         if group not in roster.formed.alive or roster.formed.identity(group).incarnation != message.incarnation:
             raise ProtocolError(f"there is no group {group} of incarnation {message.incarnation} any more")
         name, ranks = roster.formed.identity(group).name, roster.formed.members(group)
@@ -175,7 +175,7 @@ class Membership:
 
     def _notify_of_end(self) -> list[Out]:
         roster = self._roster
-        if self._roster.over or not roster.is_over or not (roster.finished or roster.joining):
+        if roster.over or not roster.is_over or not (roster.finished or roster.joining):
             return []
         return self._send_end(TRAINED_TO_ITS_END if roster.finished else _BEGINNER_IS_GONE)
 
@@ -190,8 +190,8 @@ class Membership:
         for rank, reason in list(roster.stalled(now, limits.progress, self._collective_service.contributed)):
             out += self.lose(rank, reason)
         for rank, reason in list(roster.silent(now, limits.silence_of(roster.joining), limits.join)):
-            if self._roster.over:
-                self._roster.gone.add(rank)
+            if roster.over:
+                roster.gone.add(rank)
             out += self.lose(rank, reason)
         return out
 

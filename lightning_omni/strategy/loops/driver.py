@@ -338,9 +338,9 @@ class EpochDriver:
         if not self.world.executor.exchanges:
             return
         trainer, live = self.trainer, self.world.process_groups.live
-        mine = msgspec.json.encode((should_stop_now(trainer), rates_of(trainer)))
+        mine = msgspec.msgpack.encode((should_stop_now(trainer), rates_of(trainer)))
         of_all = live.contribute("the end of an epoch", mine)
-        ends: dict[int, tuple[bool, list[float]]] = {rank: msgspec.json.decode(each) for rank, each in of_all}
+        ends = {rank: msgspec.msgpack.decode(each, type=tuple[bool, list[float]]) for rank, each in of_all}
         trainer.should_stop |= any(stops for stops, _ in ends.values())
         rates = {rank: each for rank, (_, each) in ends.items()}
         if not self._have_differed and (sentence := warning_of_rates(trainer.current_epoch - 1, rates)):

@@ -99,14 +99,12 @@ class RunSchedulers:
 
     def align(self, all_reduce_max: Callable[[list[int]], list[int]]) -> None:
         """Step the schedulers of all ranks as far as any rank's, after a change of groups."""
-        configs = self._run.trainer.lr_scheduler_configs
-        kinds = [config.scheduler for config in configs if isinstance(config.scheduler, LRScheduler)]
-        schedulers = [each for each in kinds if not isinstance(each, ReduceLROnPlateau)]
+        every = [config.scheduler for config in self._run.trainer.lr_scheduler_configs]
+        schedulers = [e for e in every if isinstance(e, LRScheduler) and not isinstance(e, ReduceLROnPlateau)]
         counts = [count_of(each) for each in schedulers]
-        furthest = all_reduce_max(counts) if counts else counts
-        for scheduler, own, most in zip(schedulers, counts, furthest, strict=True):
-            lead, begun = self.leads.get(scheduler, (0, 0))
+        for scheduler, own, most in zip(schedulers, counts, all_reduce_max(counts), strict=True):
             if scheduler in self.leads:
+                lead, begun = self.leads[scheduler]
                 self.leads[scheduler] = lead + most - own, begun
             for _ in range(most - own):
                 scheduler.step()

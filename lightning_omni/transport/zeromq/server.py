@@ -264,7 +264,7 @@ class ZeroMQServer:
                 for channel, socket in self._sockets.items():
                     if socket in ready:
                         self._drain(channel)
-                if self._segment_socket is not None:
+                if self._segment_socket is not None and self._segment_socket.fileno() in ready:
                     self._segment_socket.serve()
                 if self._coordinator is not None:
                     self._receive_from(self._coordinator)

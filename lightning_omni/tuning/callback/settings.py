@@ -329,14 +329,12 @@ class AppliedSetting:
 
     def roll_back(self) -> Command:
         """Restore the rollback point, in one group with the user's own setting; report how."""
-        run, state, was = self._run, self._run.state, self._run.setting
+        run, was = self._run, self._run.setting
         assert self.rollback_point is not None
         run.strategy.parts.grouping.merge()
         self.return_to(self.rollback_point)
-        state.is_final = True
-        self._train_in_one_group(run.own)
+        self.return_to_one_group(run.own)
         run.renew_choice()
-        self.watch(state.divergence_threshold)
         why = f"the run has diverged with {was}, and is rolled back to its weights after the last good epoch or search"
         return Command(run.setting, why=why)
 

@@ -71,7 +71,7 @@ class Fit:
         """Act before the first batch; the groups are formed."""
 
     def interrupted(self) -> None:
-        """Act before the batches of an epoch, and before a validation: the time until the next batch is none of its."""
+        """Act before an epoch's batches, and before a validation: the next batch does not take the time until it."""
 
     def batch_starts(self) -> None:
         """Act before a batch."""
@@ -429,7 +429,8 @@ class JoinedFit(Fit):
         setting = follow_groups(run.own, groups, run.world.method, hyperparameters.scaling, self._space)
         hyperparameters.set_momentum(setting.momentum)
         hyperparameters.make_default()
-        state.setting, run.world.rate_factor = setting, setting.lr / run.own.lr
+        state.setting = setting
+        run.world.rate_factor = state.scaled
         run.info(f"OmniTuner: trains with {setting}, as suits the number of groups in the run")
         log(run.trainer, {"omni/groups": float(groups), "omni/momentum": setting.momentum, "omni/lr": setting.lr})
 

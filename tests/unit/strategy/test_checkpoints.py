@@ -12,9 +12,10 @@ from runs import Run, run
 from lightning_omni.runtime.leased_loader import RankLeases
 from lightning_omni.runtime.server_exchange import ServerSnapshot
 from lightning_omni.runtime.state.checkpoint import RunCheckpoint
-from lightning_omni.strategy.checkpoints import CheckpointHooks, set_batches
+from lightning_omni.strategy.checkpoints import CheckpointHooks, _count_as_ddp, set_batches
 from lightning_omni.strategy.loops.progress import RunProgress
 from lightning_omni.wire.messages import SnapshotId
+from lightning_omni.wire.steps_and_samples import Progress, ReferenceBatch
 
 
 @pytest.fixture(scope="module")
@@ -108,6 +109,17 @@ def test_an_epoch_whose_last_batch_is_trained_stays_over_and_another_goes_on_whe
     assert loops["fit_loop"]["epoch_loop.batch_progress"]["current"] == moved
     set_batches(loops, 4, is_over=not is_last)
     assert loops["fit_loop"]["epoch_loop.batch_progress"]["current"] == moved
+
+
+@pytest.mark.parametrize(("samples", "trained", "expected"), [(0, 3, 1), (0, 0, 0), (64, 3, 4), (256, 9, 9)])
+def test_a_checkpoint_inside_an_epoch_has_the_batches_of_ddp_and_one_before_the_first_exchange(
+    samples: int, trained: int, expected: int
+) -> None:
+    """Lightning would take an epoch without a batch for one that has yet to begin."""
+    counted = dict.fromkeys(("ready", "started", "processed", "completed"), trained)
+    loops = {"fit_loop": {"epoch_loop.batch_progress": {"is_last_batch": False, "current": counted}}}
+    _count_as_ddp({"loops": loops}, Progress(ReferenceBatch(2, 8), batches=16, samples=samples))
+    assert set(counted.values()) == {expected}
 
 
 @pytest.mark.parametrize("name", ["groups from inside of groups", "one group from inside of groups"])

@@ -6,7 +6,7 @@ import json
 import math
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from types import SimpleNamespace
 from typing import Any
@@ -425,15 +425,13 @@ def test_of_first_batches_whose_losses_are_no_numbers_it_is_not_known_what_would
 # --- The phase --------------------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
 class Workers(Dimension):
     """Something that the tuner knows nothing of."""
 
-    values: Any = (1, 2, 4)
     name = "workers"
 
-    def axis(self, known: Any) -> Any:
-        return list(self.values)
+    def axis(self, known: Any) -> list[int]:
+        return [1, 2, 4]
 
     def current(self, world: Any) -> Any:
         return world.workers

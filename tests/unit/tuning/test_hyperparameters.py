@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import settings
 from torch import nn
 from torch.optim import SGD, Adagrad, Adam, AdamW, Optimizer
 from torch.optim import lr_scheduler as s
@@ -18,7 +17,6 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods.model.server_optimizer import scaled_rates
 from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
 
-FEW = settings(max_examples=15, deadline=None)
 LR = 0.1
 Make = Callable[[Optimizer], Any]
 
@@ -37,9 +35,9 @@ def rates_of(optimizer: Optimizer) -> list[float]:
     return [float(group["lr"]) for group in optimizer.param_groups]
 
 
-def steps(optimizer: Optimizer, scheduler: Any, count: int, begin: int = 0) -> Iterator[list[float]]:
+def steps(optimizer: Optimizer, scheduler: Any, count: int) -> Iterator[list[float]]:
     """The rates of each step; a plateau is told that nothing gets better after the third."""
-    for step in range(begin, begin + count):
+    for step in range(count):
         yield rates_of(optimizer)
         optimizer.step()
         if isinstance(scheduler, s.ReduceLROnPlateau):

@@ -16,8 +16,6 @@ from lightning_omni.tuning.search import SearchSpec, Space
 from lightning_omni.tuning.search.space import UNBOUNDED
 
 FEW = settings(max_examples=15, deadline=None)
-START = Setting(1, 0.9, 0.05)
-JOB = SearchSpec(START, 64, horizon=64_000.0, space=Space.of({}, 4))
 
 
 def test_the_users_own_momentum_is_not_out_of_bounds_unless_they_say_so() -> None:

@@ -78,7 +78,6 @@ def test_the_table_of_the_docs_has_every_constant_and_its_value(module: ModuleTy
 
 DECIDES_NOTHING = {
     *("SWITCH_INTERVAL", "MESSAGE_BYTES", "_MOST_SEED", "UNBOUNDED"),
-    *("_REHEARSED_STEPS", "_REHEARSED_FACTOR", "_RATE_TOLERANCE"),  # a check of users' schedules
 }
 """Numbers of Python, of bytes and of names, where they are used; what `DeviceTuner` measures is not searched."""
 
