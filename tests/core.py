@@ -63,7 +63,7 @@ from lightning_omni.transport.registry import allowed as allowed
 from lightning_omni.transport.registry import refusal as refusal
 from lightning_omni.transport.registry import register as register
 from lightning_omni.transport.serving import ServerProcess as ServerProcess
-from lightning_omni.transport.serving.process import GAVE_UP as GAVE_UP
+from lightning_omni.transport.serving.supervisor import GAVE_UP as GAVE_UP
 from lightning_omni.transport.zeromq import ZeroMQ as ZeroMQ
 from lightning_omni.transport.zeromq.keys import ENVIRONMENT as ENVIRONMENT
 from lightning_omni.transport.zeromq.keys import new_key as new_key

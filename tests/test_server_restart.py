@@ -98,7 +98,7 @@ def test_a_server_of_a_share_that_is_killed_before_it_has_come_is_not_awaited() 
         server.kill()
 
 
-ALONE = "from lightning_omni.transport.serving import process as supervisor; supervisor.can_supervise = lambda: False; "
+ALONE = "from lightning_omni.transport.serving import supervisor; supervisor.can_supervise = lambda: False; "
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="processes are looked up in /proc")
@@ -118,7 +118,7 @@ def test_a_server_that_saves_its_state_serves_by_itself_where_no_process_can_be_
 
 FALLS = """
 import os, sys, time
-from lightning_omni.transport.serving import process as supervisor
+from lightning_omni.transport.serving import supervisor
 supervisor.RESTARTS, supervisor.SOON = 3, 1000.0
 began = time.monotonic()
 outcome = supervisor.supervise(lambda: False, lambda text: print(text, flush=True))
@@ -160,7 +160,7 @@ def test_a_server_that_dies_again_and_again_is_started_ever_later_and_then_no_mo
 FREEZES = """
 import atexit, gc, sys
 atexit.register(lambda: print("frozen at the end:", gc.get_freeze_count(), flush=True))
-from lightning_omni.transport.serving import process as supervisor
+from lightning_omni.transport.serving import supervisor
 outcome = supervisor.supervise(lambda: False, print)
 if isinstance(outcome, int):
     sys.exit(outcome)

@@ -12,7 +12,7 @@ from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import method_named, text_of
 from lightning_omni.tuning.search import Search, Space
 from lightning_omni.tuning.search.space import compression_named
-from lightning_omni.wire.compression import EXACT, all_reduce_of
+from lightning_omni.wire.all_reduce import EXACT, all_reduce_of
 
 _Read = TypeVar("_Read")
 

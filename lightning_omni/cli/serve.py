@@ -21,17 +21,14 @@ from lightning_omni.cli.console import INTERRUPTED, TERMINATED, log
 from lightning_omni.errors import quoted
 from lightning_omni.transport.serving.http import StatusServer
 from lightning_omni.transport.serving.process import (
-    Lifeline,
     ServerProcess,
     ServerSettings,
-    can_supervise,
     core_from,
     listen,
-    preload,
     raise_limit_of_files,
-    supervise,
 )
 from lightning_omni.transport.serving.state_directory import StateDirectory
+from lightning_omni.transport.serving.supervisor import Lifeline, can_supervise, preload, supervise
 from lightning_omni.transport.zeromq import server
 from lightning_omni.transport.zeromq.addresses import beside
 from lightning_omni.transport.zeromq.keys import is_open_to_others

@@ -32,8 +32,8 @@ from lightning_omni.runtime.registration import GroupRegistration
 from lightning_omni.runtime.server_process import RunServer
 from lightning_omni.topology import RECORDER, Topology
 from lightning_omni.transport.connections import Control
+from lightning_omni.wire.all_reduce import AllReduce
 from lightning_omni.wire.codec import Packed, pack, unpack
-from lightning_omni.wire.compression import AllReduce
 from lightning_omni.wire.formats.base import WireFormat
 from lightning_omni.wire.partition import Partition, is_elementwise
 

@@ -22,8 +22,8 @@ from lightning_omni.simulator.server import HEAD, SimulatedServer
 from lightning_omni.simulator.workbench import Result, Workbench
 from lightning_omni.simulator.workload import Loss
 from lightning_omni.wire import messages as m
+from lightning_omni.wire.all_reduce import EXACT, AllReduce, Unsent, run_through
 from lightning_omni.wire.codec import unpack
-from lightning_omni.wire.compression import EXACT, AllReduce, Unsent, run_through
 from lightning_omni.wire.layout import Layout
 from lightning_omni.wire.messages import Batch
 

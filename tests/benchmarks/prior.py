@@ -73,7 +73,7 @@ from lightning_omni.simulator import Cluster
 from lightning_omni.tuning.model.forecast import Scaling, Setting, explicit_for
 from lightning_omni.tuning.search.prior import STREAMING, Prior, PriorRow, PriorTheory, Steepness
 from lightning_omni.tuning.search.space import DEFAULT_ALL_REDUCES, DEFAULT_METHODS
-from lightning_omni.wire.compression import PowerSGD, all_reduce_of
+from lightning_omni.wire.all_reduce import PowerSGD, all_reduce_of
 
 STREAMED = DEFAULT_METHODS[-1]
 FILE = Path(__file__).resolve().parents[2] / "lightning_omni" / "tuning" / "search" / "prior.json"

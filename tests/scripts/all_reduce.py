@@ -11,7 +11,7 @@ from common import Net, digest, loaders, omni, pl, report, trainer
 from torch import Tensor
 
 from lightning_omni import Compression
-from lightning_omni.wire.compression import Memory, all_reduce_of, resumed
+from lightning_omni.wire.all_reduce import Memory, all_reduce_of, resumed
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 

@@ -22,7 +22,7 @@ from lightning_omni.group.core import GroupCore
 from lightning_omni.runtime import group_exchange
 from lightning_omni.runtime.model import replica
 from lightning_omni.runtime.model.sharded import is_sharded
-from lightning_omni.wire.formats import base, lossy
+from lightning_omni.wire.formats import base, error_feedback
 
 RANK = int(os.environ.get("LOCAL_RANK", 0))
 FIRST, LAST = 4, 12
@@ -171,9 +171,9 @@ def fit(strategy: Any, model: dict[str, Any] | None = None, merges: bool = False
 
 def use_chunks(nbytes: int) -> None:
     """Let an exchange copy in smaller chunks, so that a small model has several of them."""
-    for module in (base, lossy, group_exchange):
+    for module in (base, error_feedback, group_exchange):
         module.CHUNK = nbytes
-    lossy.AT_ONCE, replica._AT_ONCE = nbytes // 16, nbytes // 4
+    error_feedback.AT_ONCE, replica._AT_ONCE = nbytes // 16, nbytes // 4
 
 
 if __name__ == "__main__":

@@ -27,7 +27,7 @@ from lightning_omni.errors import OmniError
 from lightning_omni.methods.model.server_optimizer import Master, describe, held_by, hyperparameters_of, rebuild
 from lightning_omni.runtime._private import check_reduced
 from lightning_omni.runtime.timing import wait_for
-from lightning_omni.wire.compression import AllReduce, Exact, Memory, run_through
+from lightning_omni.wire.all_reduce import AllReduce, Exact, Memory, run_through
 
 T = TypeVar("T")
 

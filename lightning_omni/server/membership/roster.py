@@ -1,4 +1,4 @@
-"""The participating ranks of a run, in their groups: admission, heartbeats and losses.
+"""The participating ranks of a run, in their groups.
 
 Rule 1: a lost rank never rejoins the same run under its number.
 Rule 2: a rank that was not announced may join a running run, under a number beyond the announced ones; it participates
@@ -13,7 +13,7 @@ Rule 5: each rank number is assigned once. The first group to request numbers be
 
 from __future__ import annotations
 
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -22,7 +22,7 @@ import msgspec
 from lightning_omni.errors import ProtocolError, Refused
 from lightning_omni.server.parameters.served_parameters import GroupHistory
 from lightning_omni.topology import RECORDER, GroupId
-from lightning_omni.wire.handshake import fingerprint_problem, session_key
+from lightning_omni.wire.handshake import session_key
 from lightning_omni.wire.messages import CONTROL, DATA, FormGroups, Heartbeat, Hello
 
 # --- Groups -----------------------------------------------------------------------------------------------------------
@@ -224,6 +224,7 @@ class Roster:
     """The ranks of one run.
 
     Attributes:
+        first: the message of the first rank that was admitted.
         began: time at which the first rank was admitted.
         over: why the run cannot continue, or "".
         can_continue: whether a group that joins can continue the run, even if no rank is left.
@@ -232,7 +233,7 @@ class Roster:
 
     def __init__(self, key: bytes) -> None:
         self._key = key
-        self._first: Hello | None = None
+        self.first: Hello | None = None
         self.began = 0.0
         self.members: dict[int, Member] = {}
         self.lost: dict[int, str] = {}
@@ -245,7 +246,7 @@ class Roster:
 
     @property
     def run(self) -> str:
-        return self._first.run if self._first else ""
+        return self.first.run if self.first else ""
 
     @property
     def joining(self) -> bool:
@@ -254,7 +255,7 @@ class Roster:
 
     @property
     def world_size(self) -> int:
-        return self._first.world_size if self._first else 0
+        return self.first.world_size if self.first else 0
 
     @property
     def recorder(self) -> int:
@@ -269,7 +270,7 @@ class Roster:
     @property
     def is_over(self) -> bool:
         continues = self.can_continue and not self.finished
-        return self._first is not None and not continues and not any(rank in self.members for rank in self.live)
+        return self.first is not None and not continues and not any(rank in self.members for rank in self.live)
 
     @property
     def lost_ranks(self) -> tuple[int, ...]:
@@ -278,7 +279,7 @@ class Roster:
     def register(self, peer: bytes, ranks: int, run: str) -> tuple[int, int]:
         if self.finished:
             raise Refused("over", TRAINED_TO_ITS_END)
-        if self._first is not None and not self.joining:
+        if self.first is not None and not self.joining:
             raise Refused(
                 "busy",
                 "this server is busy with a run whose ranks were all announced when it began; wait until it is over, or"
@@ -308,47 +309,9 @@ class Roster:
         if len(self.formed.alive) > 1 or self.joining:
             self.formed.remove(group)
 
-    def admit(self, peer: bytes, hello: Hello, challenge: bytes, now: float) -> None:
-        """Admit a rank that has answered its challenge."""
-        joins = hello.run.startswith(JOINS)
-        if hello.run != self.run and (hello.returns or (joins and not hello.world_size)):
-            raise Refused(
-                "gone",
-                "this server knows nothing of the run: it was not started with the same --state, nothing was saved yet,"
-                " or its log says why it cannot go on with what was; start the run again: each of its groups",
-            )
-        if joins and (self.run if self.joining else self.numbers.claimed) not in ("", hello.run):
-            raise Refused(
-                "busy",
-                "another group is about to begin a run here, or has begun it, and this server knows nothing of this"
-                " one: it was started again, or this one's connection was cut; start it again, and it joins the other",
-            )
-        if hello.world_size > MOST_RANKS:
-            raise Refused("rank", f"a run of {hello.world_size} ranks cannot be: {MOST_RANKS} are the most")
-        first = self._first or hello
-        comes_late = self._first is not None and not hello.world_size
-        if hello.run != first.run or (hello.world_size != first.world_size and not comes_late):
-            raise Refused(
-                "busy",
-                f"this server is busy with another run of {first.world_size} ranks; wait until it is over, a while"
-                " after its ranks have died, or start a server for each run",
-            )
-        allowed = range(first.world_size, MOST_RANKS) if comes_late else range(min(hello.world_size, MOST_RANKS))
-        if hello.rank not in allowed or hello.rank in self.lost or hello.rank in self.gone:
-            of = f" of {hello.world_size}" if hello.world_size else ""  # a group that joins on its own announces none
-            raise Refused("rank", f"rank {hello.rank}{of} cannot join: it was lost or never was")
-        if hello.rank in self.members and self.members[hello.rank].peer:
-            why = (
-                "its connection was cut, and its group is evicted" if hello.returns else "is the script running twice?"
-            )
-            raise Refused("rank", f"rank {hello.rank} has joined already; {why}")
-        if problem := fingerprint_problem(hello, first):
-            raise Refused("fingerprint", problem)
-        self.add_member(peer, hello, challenge, now)
-
     def add_member(self, peer: bytes, hello: Hello, challenge: bytes, now: float) -> None:
-        if self._first is None:
-            self._first, self.began = hello, now
+        if self.first is None:
+            self.first, self.began = hello, now
             self.numbers.begin()
         self.members[hello.rank] = Member(hello.rank, peer, session_key(self._key, hello, challenge), now)
         self._ranks[CONTROL, peer] = hello.rank
@@ -361,7 +324,7 @@ class Roster:
 
     def state(self) -> dict[str, Any]:
         return {
-            "first": msgspec.msgpack.encode(self._first),
+            "first": msgspec.msgpack.encode(self.first),
             "members": list(self.members),
             "lost": dict(self.lost),
             "barred": sorted(self.barred),
@@ -373,7 +336,7 @@ class Roster:
         }
 
     def load(self, state: dict[str, Any], now: float) -> None:
-        self._first, self.began = msgspec.msgpack.decode(state["first"], type=Hello), now
+        self.first, self.began = msgspec.msgpack.decode(state["first"], type=Hello), now
         self.lost, self.gone, self.barred = dict(state["lost"]), set(state["gone"]), set(state["barred"])
         self.barred_hosts = set(state["barred_hosts"])
         self.finished, self.numbers.given = state["finished"], state["numbered"]
@@ -402,30 +365,6 @@ class Roster:
         # On servers other than 0, dead ranks are in `lost` only.
         out = self.gone | self.lost.keys()
         return {member.data_peer for rank, member in self.members.items() if member.data_peer and rank not in out}
-
-    def silent(self, now: float, timeout: float, join_timeout: float) -> Iterator[tuple[int, str]]:
-        for rank in self.live:
-            member = self.members.get(rank)
-            if member is None:
-                if now - self.began > join_timeout:
-                    yield rank, f"rank {rank} did not join within {join_timeout:.0f} s"
-            elif now - member.last_seen > timeout:
-                yield rank, f"rank {rank} gave no sign of life for {timeout:.0f} s"
-
-    def stalled(self, now: float, timeout: float, contributed: Container[int]) -> Iterator[tuple[int, str]]:
-        """Yield one rank of each group that is alive without progress for too long, with a message.
-
-        A group is stalled only if none of its ranks makes progress. Ranks in ``contributed`` do not count: they wait
-        for all ranks. Groups whose loss would end the run are skipped.
-        """
-        for group in self.formed.alive:
-            if self.ends_with(group):
-                continue
-            ranks = [r for r in self.formed.members(group) if r in self.members and r not in self.gone]
-            at_work = [self.members[rank].got_on for rank in ranks if rank not in contributed]
-            if at_work and now - max(at_work) > timeout:
-                name = self.formed.identity(group).name
-                yield ranks[0], f"group {name} is alive and has made no progress for {timeout:.0f} s"
 
     def ends_with(self, group: int) -> bool:
         return not self.joining and (len(self.formed.alive) == 1 or self.recorder in self.formed.members(group))

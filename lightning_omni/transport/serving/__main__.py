@@ -2,8 +2,8 @@
 
 The starting process writes the settings, with the key, as the first line of standard input. Any further byte, or its
 end, ends the server. It writes one line with its address, or an error, to standard output. An embedded server that
-saves its state is forked, so that a successor can continue when it is killed (`process.supervise`). A server that holds
-a partition of the parameters ends with the coordinating server instead.
+saves its state is forked, so that a successor can continue when it is killed (`supervisor.supervise`). A server that
+holds a partition of the parameters ends with the coordinating server instead.
 """
 
 from __future__ import annotations
@@ -21,18 +21,15 @@ import torch
 
 from lightning_omni.server.core import ServerCore
 from lightning_omni.transport.serving.process import (
-    Lifeline,
     Ready,
     ServerSettings,
-    can_supervise,
     core_from,
     ignore_signals,
     listen,
-    preload,
     raise_limit_of_files,
-    supervise,
 )
 from lightning_omni.transport.serving.state_directory import EMBEDDED_RECONNECT_TIMEOUT, StateDirectory
+from lightning_omni.transport.serving.supervisor import Lifeline, can_supervise, preload, supervise
 from lightning_omni.transport.zeromq.addresses import remove_if_abandoned
 
 _log = logging.getLogger(__name__)

@@ -21,7 +21,7 @@ from lightning_omni.runtime.timing import wait_for
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.tuning.model.cost_model import sites_of
 from lightning_omni.tuning.search import constants as c
-from lightning_omni.wire.compression import all_reduce_of
+from lightning_omni.wire.all_reduce import all_reduce_of
 
 MESSAGE_BYTES = 1 << 16, 1 << 18, 1 << 20
 """Sizes of timed messages, in bytes. The first that takes much longer than an empty message is the last."""

@@ -35,7 +35,7 @@ from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search.choice import verdict
 from lightning_omni.tuning.search.evidence import is_faster
 from lightning_omni.tuning.trainer import batch_size_of, log_nothing
-from lightning_omni.wire.compression import EXACT
+from lightning_omni.wire.all_reduce import EXACT
 
 DECISION_STEPS = tuple(c.FIRST_DECISION << number for number in range(c.DECISIONS))
 

@@ -35,7 +35,8 @@ from lightning_omni.tuning.search.space import (
     compression_named,
     is_plain,
 )
-from lightning_omni.wire.compression import EXACT, Compression, all_reduce_of
+from lightning_omni.wire.all_reduce import EXACT, all_reduce_of
+from lightning_omni.wire.compression import Compression
 from lightning_omni.wire.formats.base import text_of as text_of_wire
 
 __all__ = ["AppliedSetting", "FitSpace", "communicate", "communication_of"]

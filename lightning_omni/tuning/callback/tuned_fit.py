@@ -31,7 +31,7 @@ from lightning_omni.tuning.model.forecast import Scaling, Setting, explicit_for
 from lightning_omni.tuning.search import Space
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.trainer import end_epoch, log
-from lightning_omni.wire.compression import EXACT
+from lightning_omni.wire.all_reduce import EXACT
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer

@@ -31,7 +31,7 @@ from lightning_omni.tuning.model.cost_model import CostModel, ExchangePattern
 from lightning_omni.tuning.model.estimate import Estimate
 from lightning_omni.tuning.model.measurements import Measured, mean_samples
 from lightning_omni.tuning.model.training_plan import TrainingPlan
-from lightning_omni.wire.compression import EXACT, AllReduce, all_reduce_of
+from lightning_omni.wire.all_reduce import EXACT, AllReduce, all_reduce_of
 
 Array = np.ndarray[Any, Any]
 

@@ -18,7 +18,8 @@ from lightning_omni.methods import Method, method_named
 from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model.forecast import Scaling, Setting
 from lightning_omni.tuning.search import constants as c
-from lightning_omni.wire.compression import Compression, all_reduce_of
+from lightning_omni.wire.all_reduce import all_reduce_of
+from lightning_omni.wire.compression import Compression
 
 AVERAGED = "diloco:outer_lr=1.0,outer_momentum=0"
 _STREAMED = f"{AVERAGED},fragments=4,delay=1,keep_steps=true,dynamic_steps=true"

@@ -47,7 +47,7 @@ from lightning_omni.strategy.loops.epoch import LeasedData, split_of
 from lightning_omni.strategy.loops.listener import Listener
 from lightning_omni.strategy.loops.run_schedulers import RunSchedulers
 from lightning_omni.strategy.optimizers import MergedSubmodule, Proxies, check_wrapped
-from lightning_omni.wire.compression import Exact
+from lightning_omni.wire.all_reduce import Exact
 from lightning_omni.wire.steps_and_samples import Progress, ReferenceBatch
 
 

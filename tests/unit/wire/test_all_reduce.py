@@ -25,7 +25,7 @@ from lightning_omni.runtime.model.reduction import BUCKET_MB, Reduction, seconds
 from lightning_omni.simulator import Cluster, Limits, Link, Workload, simulate
 from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Profile
-from lightning_omni.wire.compression import EXACT, AllReduce, Memory, PowerSGD, all_reduce_of, resumed
+from lightning_omni.wire.all_reduce import EXACT, AllReduce, Memory, PowerSGD, all_reduce_of, resumed
 
 SHAPES = [(40, 30), (40,), (12, 3, 5, 5), (2, 2)]
 

@@ -34,7 +34,7 @@ from lightning_omni.simulator import Computation, Limits, replay
 from lightning_omni.simulator.workbench import Samples
 from lightning_omni.trace import Trace
 from lightning_omni.wire import messages as m
-from lightning_omni.wire.formats import BF16, FP16, Int8, PerDirection, TopK, lossy, wire_named
+from lightning_omni.wire.formats import BF16, FP16, Int8, PerDirection, TopK, error_feedback, wire_named
 from lightning_omni.wire.formats.base import RAW, Memory, WireFormat, check_size, decode, from_wire, to_wire
 from lightning_omni.wire.layout import Layout
 
@@ -159,7 +159,7 @@ def test_encoding_a_part_at_a_time_changes_no_bit(
         return found
 
     whole = encoded()
-    monkeypatch.setattr(lossy, "AT_ONCE", 100)
+    monkeypatch.setattr(error_feedback, "AT_ONCE", 100)
     assert all(map(torch.equal, encoded(), whole))
 
 
