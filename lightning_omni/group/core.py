@@ -10,8 +10,8 @@ Rule 1: each optimizer has one action at a time. The action's tensors are live, 
 Rule 2: every rank of a group drives its own core with the same events. Only ranks that exchange (the leader; if the
 model is sharded, one for each shard) communicate with servers and other groups; they pass the results on, so all
 members arrive at the same actions.
-Rule 3: a push keeps its number until it is answered. After a lost answer, `GroupCore.send` returns the same messages
-for the same `ServerRequest`.
+Rule 3: a push keeps its number until it is answered. Until then, `GroupCore.send` returns the same messages for the
+same `ServerRequest`.
 Rule 4: needs of the method that the group can meet by itself, such as a step of its own optimizer, are met here.
 Rule 5: an exchange may overlap the computation of gradients. The driver passes its answer to `GroupCore.apply_answer`
 before the group waits for others, before parameters are added, and before other groups are formed.
@@ -114,11 +114,11 @@ class Outgoing(NamedTuple):
 
 
 Action = NextGradient | ServerRequest | Receive | Publish | SendPeer | ReadPeer | ReadInbox
-"""An action for the driver: compute a gradient, send a request to the server, or communicate with other groups."""
+"""An action for the driver: compute a gradient, or exchange with the server or other groups."""
 
 
 NO_ANSWER = m.Weights(optimizer=0, clock=0, staleness=-1, applied=True, refused_in_row=0, progress=0, stop="", nbytes=0)
-"""The last answer before the first one."""
+"""The value of `GroupCore.last_answer` before the first answer."""
 
 
 @dataclass
@@ -147,7 +147,7 @@ class GroupCore:
     """One rank's state machine of its compute group.
 
     Args:
-        wire_format: encoding of its pushes.
+        wire_format: encoding of its pushes and their answers.
         max_nonfinite_pushes: consecutive pushes with NaN or infinite elements after which the group fails; None for no
             limit.
         overlap: whether exchanges of `AsyncSGD` overlap computation; see `lightning_omni.methods.overlap`.
@@ -255,7 +255,7 @@ class GroupCore:
         own.steps += 1
 
     def steps_take(self, optimizer: int, seconds: float) -> None:
-        """Set the duration of local steps, instead of the durations from `step_took`."""
+        """Replace the recorded durations of local steps by this one."""
         own = self._method_states[optimizer]
         own.seconds, own.steps = seconds, 1
 
@@ -271,7 +271,7 @@ class GroupCore:
     def synchronize(self, optimizer: int) -> ServerRequest:
         """Return a request for the weights to evaluate at a synchronization point.
 
-        Where the method is evaluated by the mean of all groups' own weights, it is for that.
+        Where the method is evaluated by the mean of all groups' own weights, it is for this mean.
         """
         own = self._method_states[optimizer]
         if own.side is not None:
@@ -285,7 +285,7 @@ class GroupCore:
         return self.data.place if self.data is not None else (-1, 0)
 
     def send(self, ask: ServerRequest, split: Partition, memories: Sequence[Memory]) -> list[Outgoing]:
-        """Return each server's message for a request; only ranks that exchange call it, again if an answer was lost.
+        """Return each server's message for a request; only ranks that exchange call it.
 
         Only the first message reports trained batches. No other payload may use ``memories``, one for each server,
         before the answer.
@@ -349,7 +349,10 @@ class GroupCore:
         self._method_states[optimizer].sent = state
 
     def waits_for(self, optimizer: int) -> Need:
-        """Return the method's current need: the next gradient, or an unanswered one."""
+        """Return the method's current need: the next gradient, or an unanswered one.
+
+        The method starts if it does not run, and again after parameters were added.
+        """
         own = self._method_states[optimizer]
         self._begin(own)
         return own.need

@@ -22,7 +22,7 @@ def apportion(total: int, speeds: Sequence[float]) -> tuple[int, ...]:
         speeds: speed of each member, in any unit, or an earlier result without zeros.
 
     Raises:
-        ValueError: the group has no member, a speed is not a positive number, or ``total`` is negative.
+        ValueError: the group has no member, a speed is not positive and finite, or ``total`` is negative.
 
     Example:
         >>> apportion(64, [1.0, 2.0, 4.0])
@@ -46,7 +46,7 @@ def positions(batch: Batch, member: int, members: int, shares: Sequence[int] = (
     """Return one member's positions of a group batch: every ``members``-th one, as in DistributedSampler.
 
     With one group they are exactly those of DistributedSampler and BatchSampler for that rank. A batch with fewer
-    positions than members uses some twice, because every member needs one.
+    positions than members uses some repeatedly, because every member needs one.
 
     Args:
         batch: the group's batch.
@@ -55,7 +55,7 @@ def positions(batch: Batch, member: int, members: int, shares: Sequence[int] = (
         shares: each member's samples of a whole batch, if they differ: each then gets a contiguous range, of a shorter
             batch a proportional one.
         in_pairs: whether each member gets two positions of a batch with 2 or more, but fewer than ``2 * members``, for
-            BatchNorm; some are used twice.
+            BatchNorm; some are used repeatedly.
 
     Example:
         >>> list(positions(Batch(10, 16, 0), member=1, members=2))

@@ -1,6 +1,7 @@
 """The methods by which groups exchange and merge gradients or weights; :doc:`/reference/methods` compares them.
 
-Pass one to ``OmniStrategy(method=...)``, by its name in `METHODS` or as a value: ``methods.DiLoCo(period=50)``.
+Pass one to ``OmniStrategy(method=...)``, by its name in `METHODS` or `PRESETS`, or as a value:
+``methods.DiLoCo(period=50)``.
 """
 
 from __future__ import annotations
@@ -78,7 +79,7 @@ def method_named(text: str) -> Method:
     """Return the method or preset of this name; settings may follow it after a colon.
 
     Raises:
-        ConfigurationError: no method has this name, or the method has no such setting.
+        ConfigurationError: no method has this name, or a setting is unknown or wrong.
 
     Example:
         >>> method_named("gpu_asgd")
@@ -90,7 +91,7 @@ def method_named(text: str) -> Method:
 
 
 def checked(method: Method) -> Method:
-    """Check the types of a method's settings, and return it.
+    """Return the method with plain numbers, after a check of its settings' types.
 
     Raises:
         ConfigurationError: a setting has the wrong type; msgspec does not check types at construction.
@@ -101,7 +102,7 @@ def checked(method: Method) -> Method:
 def text_of(method: Method, without: Collection[str] = ()) -> str:
     """Return the text from which `method_named` makes the method, without the settings named in ``without``.
 
-    A setting stays if others need it, as fragments need a period that they divide.
+    All settings stay if the others are invalid without these, as fragments without a period that they divide.
 
     Example:
         >>> text_of(method_named("local_sgd:period=4,warmup_steps=10"), without=("period",))
@@ -119,7 +120,7 @@ def load(path: str) -> type[Method]:
     """Import and register a method by its path ``module:Class``.
 
     Raises:
-        ConfigurationError: the path cannot be imported, or is no method.
+        ConfigurationError: the path cannot be imported, or is no method, or its name is taken.
 
     Example:
         >>> load("lightning_omni.methods.gossip:Gossip").__name__

@@ -50,7 +50,6 @@ class _DelayedNesterov(ServerSide):
         return [Reply(push.group, staleness, note=float(self._local_steps(push)))]
 
     def _fold(self, momentum: list[Tensor], mean: list[Tensor | None]) -> None:
-        """Fold a full block into the momentum: ``m <- beta m + B/N``."""
         for velocity, change in zip(momentum, mean, strict=True):
             velocity.mul_(self.method.outer_momentum)
             if change is not None:
@@ -111,13 +110,13 @@ class AsyncDiLoCo(LocalSteps, frozen=True, kw_only=True, tag="async_diloco"):
         outer_lr: :math:`\epsilon`, above 0. One arrival moves the weights by 1/N of it.
         outer_momentum: :math:`\beta`, from 0 to less than 1.
         buffer: N, pushes in one block; None takes the number of groups when they are formed.
-        activation: c, 0 to 1/N: the part of the momentum that is applied with every arrival.
+        activation: c, 0 to 1/N: the part of the momentum that is applied with each arrival but the N-th.
         dynamic_steps: whether slow groups make fewer steps.
-        min_steps: the fewest local steps of any group, which makes at least P in any case.
+        min_steps: lower bound of :math:`H_w`; a group makes at least P in any case.
         fragments: P, fragments of equal bytes at the start, exchanged one after the other; P divides H.
 
     Raises:
-        ConfigurationError: an argument is out of range.
+        ConfigurationError: arguments are out of range, or do not go together.
 
     Example:
         >>> AsyncDiLoCo(period=50, dynamic_steps=False).outer_lr

@@ -11,8 +11,6 @@ from lightning_omni.methods.contract import Method, Push, Reply, ServerSide
 
 
 class _ApplyAtOnce(ServerSide):
-    """A server side that updates for each push, and answers once the group is not too far ahead."""
-
     method: AsyncSGD
 
     def setup(self) -> None:
@@ -78,7 +76,7 @@ class AsyncSGD(Method, frozen=True, kw_only=True, tag="async_sgd"):
             is bulk-synchronous; None is unbounded.
 
     Raises:
-        ConfigurationError: ``bound`` is negative.
+        ConfigurationError: ``bound`` is negative or no whole number.
 
     Example:
         >>> AsyncSGD(bound=3)

@@ -1,7 +1,7 @@
 """The contract of a method: a frozen value with a group side and a server side. No sockets, clocks or threads here.
 
-:doc:`/contribute/extending` explains both sides and their rules. Both keep all their state in `Replica.memory` and
-`ServerSide.state`; a driver may start a new generator whenever the present one requests a gradient.
+:doc:`/contribute/extending` explains both sides and their rules. The group side keeps all its state in
+`Replica.memory`: a driver may start a new generator whenever the present one requests a gradient.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from lightning_omni.methods.model.server_optimizer import Master
 class Total:
     """A running weighted sum of pushes.
 
-    A parameter that no push has is ``None``; one that some pushes have counts as zero in the others.
+    A parameter that no push has is ``None``; one that only some have is the sum of theirs.
     """
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Exchange(msgspec.Struct, frozen=True):
     """A request to push ``tensors`` to the server and wait for its answer. Answer: `Pulled`.
 
     Attributes:
-        tensors: a gradient, weights or a difference of weights, by the method.
+        tensors: gradients, weights or differences of weights, by the method.
         read_at: clock of the weights that ``tensors`` were computed from.
         hyperparameters: the values for this step of the server's optimizer; empty if the optimizer steps on the ranks.
         note: one number for the server side.
@@ -159,7 +159,7 @@ class Fetch(msgspec.Struct, frozen=True):
 
 
 class StepTime(msgspec.Struct, frozen=True):
-    """A request for this group's recent seconds per local step, without exchanges. Answer: float."""
+    """A request for local steps' mean seconds since the last request, without exchanges. Answer: float; 0 for none."""
 
 
 class Publish(msgspec.Struct, frozen=True):
@@ -169,7 +169,7 @@ class Publish(msgspec.Struct, frozen=True):
 
 
 class ReadPeer(msgspec.Struct, frozen=True):
-    """A request for the weights that ``group`` published last. Answer: its tensors; None if it has none or is gone."""
+    """A request for the weights that ``group`` published last. Answer: its tensors; None if none can be read."""
 
     group: int
 
@@ -212,7 +212,7 @@ class Push(msgspec.Struct, frozen=True):
 
     Attributes:
         tensors: only valid until `ServerSide.receive` returns.
-        fragment: `Master.fragment` has the same pieces of the master weights.
+        fragment: `Master.fragment` returns the same pieces of the master weights.
     """
 
     group: int
@@ -272,7 +272,7 @@ class ServerSide(ABC):
         return self.groups - self.idle_groups
 
     def declines(self, staleness: int) -> bool:
-        """Return whether to decline a push: its group gets the master weights, and other groups get its samples.
+        """Return whether to decline a push: its group gets the master weights, and the pool its leased samples.
 
         ``staleness`` is negative if the server restarted from earlier weights; unless declined, the push then counts as
         computed from the present ones.
@@ -284,11 +284,11 @@ class ServerSide(ABC):
         """Merge a push, and return replies to the groups that now get an answer."""
 
     def released(self) -> list[Reply]:
-        """Return replies to groups that may continue, after another has left or become idle."""
+        """Make due updates, and return replies to groups that may continue, after another has left or become idle."""
         return []
 
     def expire(self) -> list[Reply]:
-        """Handle the time `due`. Pushes at that time may arrive before this call, but no later event."""
+        """Handle the time `due`; return replies as `released` does. Later events may come before this call."""
         return []
 
     def idle(self, group: int) -> list[Reply]:
@@ -311,7 +311,7 @@ class ServerSide(ABC):
         self.groups.add(group)
 
     def fetched(self, group: int) -> None:  # noqa: B027  # most methods need not know
-        """Handle a group's read of the master weights other than by a reply."""
+        """Handle a group's read of the master weights by a `Fetch`, or after a refused or repeated push."""
 
     def grow(self, start: int) -> None:  # noqa: B027  # most methods remember nothing for each parameter
         """Extend the state to the master's new parameters, from index ``start`` on."""
@@ -416,10 +416,11 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
             part of a tensor. Its state per parameter must then be in lists with one entry per parameter, or in mappings
             by parameter index, as in torch's optimizers; with several fragments, see
             `lightning_omni.methods.model.fragments.state_of`.
-        sums_gradients: whether the server side's state is a sum of gradients that waits for others, and nothing else.
+        sums_gradients: whether the server side's state is a sum of gradients, which any number of groups can continue.
         talks_to_peers: whether group sides use `Publish`, `ReadPeer`, `SendPeer` or `ReadInbox`.
         fragments: number of fragments that are exchanged one by one. With several, the server side must be
             element-wise.
+        side: class of the server side.
     """
 
     steps_at: ClassVar[Literal["server", "worker"]] = "server"
@@ -482,7 +483,7 @@ class Method(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         replica.load(pulled)
 
     def server_side(self, master: Master, groups: Iterable[int]) -> ServerSide:
-        """Return the server's half, for the groups of these numbers."""
+        """Return the server's half, for these groups."""
         if self.side is None:
             raise NotImplementedError(f"{type(self).__name__} has no server side")
         return self.side(self, master, groups)

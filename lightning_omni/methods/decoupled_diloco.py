@@ -166,7 +166,7 @@ class DecoupledDiLoCo(LocalSteps, frozen=True, kw_only=True, tag="decoupled_dilo
 
     The parameters are split into P fragments. Each group makes steps of the user's optimizer at its own speed; every
     H/P of them it sends the change of the next fragment, and continues computing. The server merges fragment p when K
-    groups have sent it and a grace period for others is over:
+    groups have sent it and a grace period for others is over, or when all groups wait:
 
     .. math:: w_m \propto n_m \frac{n_m}{s_m}, \quad \sum_m w_m = 1; \qquad
         \Delta_p = \sum_m w_m (\Theta_p - \theta_{m,p}), \quad m_p \leftarrow \beta m_p + \Delta_p, \quad
@@ -188,7 +188,7 @@ class DecoupledDiLoCo(LocalSteps, frozen=True, kw_only=True, tag="decoupled_dilo
         outer_momentum: :math:`\beta`, from 0 to less than 1.
 
     Raises:
-        ConfigurationError: an argument is out of range.
+        ConfigurationError: arguments are out of range, or do not go together.
 
     Example:
         >>> DecoupledDiLoCo(period=24, fragments=4, quorum=2).outer_lr
@@ -240,7 +240,7 @@ class DecoupledDiLoCo(LocalSteps, frozen=True, kw_only=True, tag="decoupled_dilo
             memory[name] = [before + count for before in memory.get(name, [0] * self.fragments)]
 
     def note(self, replica: Replica, number: int, step_time: float) -> float:
-        """Return the weight of a fragment's change, from the training since the group last sent it."""
+        """Return the weight of a fragment's change, from the training since its last push, and restart its counts."""
         memory = replica.memory
         samples, steps = memory["samples"][number], memory["made"][number]
         memory["samples"][number] = memory["made"][number] = 0

@@ -17,8 +17,6 @@ _EPSILON = 1e-7
 
 
 class _Compensate(ServerSide):
-    """A server side that corrects each gradient, with the weights that each group has read."""
-
     method: DelayCompensated
 
     def setup(self) -> None:

@@ -48,10 +48,10 @@ class DiLoCo(Streaming, frozen=True, kw_only=True, tag="diloco"):
 
     Each group makes H steps of the user's optimizer from the outer weights :math:`\theta`; then, at a barrier,
 
-    .. math:: \Delta = \tfrac1p \sum_i (\theta - x_i), \qquad m \leftarrow \beta m + \Delta, \qquad
+    .. math:: \Delta = \tfrac1n \sum_i (\theta - x_i), \qquad m \leftarrow \beta m + \Delta, \qquad
         \theta \leftarrow \theta - \eta_o (\Delta + \beta m), \qquad x_i \leftarrow \theta
 
-    The inner optimizer's state is neither reset nor averaged.
+    for n groups. The inner optimizer's state is neither reset nor averaged.
 
     Streaming DiLoCo: with P fragments, groups exchange one of them, p, every H/P steps. Its change is captured after
     step t, and the server makes the outer step with it while the groups make :math:`\tau` further steps; then
@@ -67,14 +67,14 @@ class DiLoCo(Streaming, frozen=True, kw_only=True, tag="diloco"):
         outer_momentum: :math:`\beta`, from 0 to less than 1.
         fragments: P, of equal bytes at the start; divides ``period``.
         delay: :math:`\tau`, steps that a group makes while a fragment is in flight, fewer than H/P; 0 waits. Runs
-            refuse others with P = 1.
+            with P = 1 refuse a delay above 0.
         alpha: :math:`\alpha`, the weight that a group gives to its own parameters, from 0 to less than 1. With 0 a
             group loses its last :math:`\tau` steps, unless ``keep_steps``.
-        keep_steps: whether the group adds the change of these steps to :math:`\theta_p`.
+        keep_steps: whether the group adds the change of these steps to :math:`\theta_p`; needs some, and no ``alpha``.
         dynamic_steps: whether slow groups make fewer steps, in proportion to their speed.
 
     Raises:
-        ConfigurationError: an argument is out of range.
+        ConfigurationError: arguments are out of range, or do not go together.
 
     Example:
         >>> DiLoCo(period=48, fragments=4, delay=2, alpha=0.5)  # doctest: +ELLIPSIS

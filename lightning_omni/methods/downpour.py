@@ -22,8 +22,6 @@ from lightning_omni.methods.model.replica import Replica
 
 
 class _ApplyOrAdd(Barrier):
-    """A server side that applies each push at once, and in the warm start is a barrier."""
-
     method: Downpour
 
     def receive(self, push: Push) -> list[Reply]:

@@ -22,8 +22,6 @@ _BETA = 0.9
 
 
 class _Centre(ServerSide):
-    """A server side that moves the centre at every push."""
-
     method: ElasticAveraging
 
     def setup(self) -> None:

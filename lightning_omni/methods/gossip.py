@@ -29,8 +29,6 @@ from lightning_omni.methods.model.replica import Replica, all_finite, minus
 
 
 class _Bystander(ServerSide):
-    """A server side that rejects pushes; gossip uses the server for synchronization points only."""
-
     def receive(self, push: Push) -> list[Reply]:
         raise ProtocolError("with gossip no group pushes to the server")
 
@@ -46,7 +44,8 @@ class Gossip(Method, frozen=True, kw_only=True, tag="gossip"):
     - *push*: if j is another group, i puts :math:`x_i` into the inbox of j. Then
       :math:`x_i \leftarrow (w x_i + \sum \text{inbox}) / (w + |\text{inbox}|)` with w = 2 if j = i, else 1.
 
-    Velocities are not exchanged, and Nesterov's look-ahead is removed before weights are sent and restored afterwards.
+    Missing and non-finite weights are not merged. Velocities are not exchanged, and Nesterov's look-ahead is removed
+    before weights are sent and restored afterwards.
 
     Args:
         kind: ``"pull"`` or ``"push"``.

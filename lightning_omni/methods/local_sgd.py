@@ -20,10 +20,10 @@ class LocalSGD(Streaming, frozen=True, kw_only=True, tag="local_sgd"):
     .. math:: x_i \leftarrow \mathrm{step}(x_i, g_i) \quad\text{at every step}, \qquad
         x_i \leftarrow \tfrac1p \sum_j x_j \quad\text{at every } H\text{-th}
 
-    The user's optimizer runs at the worker, and its state is not averaged.
+    for p groups. The user's optimizer runs at the worker, and its state is not averaged.
 
     Args:
-        period: H, local steps between two averages.
+        period: H, local steps between two averages of a weight.
         warmup_steps: initial steps with an average after each (post-local SGD).
         fragments: P, fragments that are averaged one by one, every H/P steps; P divides H.
         delay: steps that a group makes while an average travels, fewer than H/P; 0 waits. Runs refuse any but 0.
@@ -33,7 +33,7 @@ class LocalSGD(Streaming, frozen=True, kw_only=True, tag="local_sgd"):
         dynamic_steps: whether slow groups make fewer steps, in proportion to their speed.
 
     Raises:
-        ConfigurationError: an argument is out of range.
+        ConfigurationError: arguments are out of range, or do not go together.
 
     Example:
         >>> LocalSGD(period=8, fragments=4)

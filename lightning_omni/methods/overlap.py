@@ -33,7 +33,7 @@ from lightning_omni.methods.model.replica import Pulled, Replica, copies
 
 
 def overlapped(replica: Replica) -> GroupSide:
-    r"""Run the group side of `AsyncSGD` without waiting for its exchanges.
+    r"""Run the group side of `AsyncSGD`, with each exchange beside the next gradient.
 
     The exchange of step t travels while step t+1 computes its gradient, at the answer to step t-1:
 
@@ -58,7 +58,7 @@ def overlapped(replica: Replica) -> GroupSide:
 # --- Methods whose groups make local steps ----------------------------------------------------------------------------
 
 STEADY = 16
-"""Largest number of exchanges over which a group's step time is averaged."""
+"""Exchanges after which each step time has the weight ``1 / STEADY`` in a group's mean."""
 
 
 class PacedBarrier(Barrier):
@@ -107,9 +107,9 @@ class PacedBarrier(Barrier):
 
 
 class LocalSteps(Method, frozen=True, kw_only=True):
-    """A method whose groups make local steps, and exchange one of P fragments every H/P of them.
+    """A method whose groups make local steps, and exchange one of P fragments every `push_period` of them.
 
-    At a barrier all groups exchange the same fragment; otherwise each takes one after the other. With P = 1, no
+    At a barrier the clock selects the fragment; otherwise each group takes one after the other. With P = 1, no
     ``alpha`` and no ``keep_steps``, a group continues from its answer; else it mixes the answered fragment in.
     """
 
@@ -121,7 +121,7 @@ class LocalSteps(Method, frozen=True, kw_only=True):
 
     @property
     def steps_in_flight(self) -> int:
-        """Return the steps that a group makes before it receives an answer; 0 if it waits for it."""
+        """Return the most steps that a group makes before it receives an answer; 0 if it waits for it."""
         return self.push_period if self.delay is None else self.delay
 
     def steps_between(self, replica: Replica) -> int:
@@ -135,7 +135,7 @@ class LocalSteps(Method, frozen=True, kw_only=True):
         """Count a step, for `note`."""
 
     def note(self, replica: Replica, number: int, step_time: float) -> float:
-        """Return the note of a push of a fragment, with the group's seconds per step if they are measured."""
+        """Return the note of a fragment's push: here ``step_time``, in seconds. It is called once for each push."""
         return step_time
 
     def group_side(self, replica: Replica) -> GroupSide:
@@ -181,7 +181,7 @@ class LocalSteps(Method, frozen=True, kw_only=True):
         yield Send(exchange)
 
     def apply_answer(self, replica: Replica, pulled: Pulled) -> None:
-        """Load an answer, or mix it in; after a refused fragment, the group restarts with its next gradient."""
+        """Load an answer, or mix it in; after a refused push restart, or leave that to `group_side` if P > 1."""
         memory, of = replica.memory, self.fragments
         memory.pop("due", None)
         sent = memory.pop("sent", None)

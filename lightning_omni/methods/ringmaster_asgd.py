@@ -7,8 +7,6 @@ from lightning_omni.methods.contract import Method, Push, Reply, ServerSide
 
 
 class _ApplyFresh(ServerSide):
-    """A server side that updates for each push that is not too stale, and answers it."""
-
     method: RingmasterASGD
 
     def declines(self, staleness: int) -> bool:
@@ -26,14 +24,14 @@ class RingmasterASGD(Method, frozen=True, kw_only=True, tag="ringmaster_asgd"):
 
     .. math:: w_{t+1} = \mathrm{step}\bigl(w_t,\; g(w_{t-\tau})\bigr) \quad\text{if } \tau < R
 
-    Otherwise nothing is applied, the group continues from :math:`w_t`, and its samples go to other groups.
+    Otherwise nothing is applied, the group continues from :math:`w_t`, and its leased samples return to the pool.
 
     Args:
         max_staleness: largest staleness of an applied gradient, :math:`R - 1`. None is twice the number of other
-            groups: equal groups lose nothing, and a group is declined if others make more than two steps during one.
+            groups: equal groups lose nothing, and a group is declined if others average more than two steps during one.
 
     Raises:
-        ConfigurationError: ``max_staleness`` is negative.
+        ConfigurationError: ``max_staleness`` is negative or no whole number.
 
     Example:
         >>> RingmasterASGD(max_staleness=8)

@@ -14,8 +14,6 @@ from lightning_omni.methods.model.replica import Hyperparameters
 
 
 class _MeanGradient(Barrier):
-    """A barrier that steps with the mean gradient."""
-
     def merge(self, total: Total, last: Push) -> None:
         self.master.update(total.scaled(1 / total.count), last.hyperparameters)
 
@@ -25,8 +23,8 @@ class HardSync(Method, frozen=True, kw_only=True, tag="hardsync"):
 
     .. math:: w_{t+1} = \mathrm{step}\Bigl(w_t,\; \tfrac1\lambda \sum_{l=1}^{\lambda} g_l(w_t)\Bigr)
 
-    for :math:`\lambda` groups. Staleness is always 0. With equal groups, the result is that of one group with their
-    whole batch. For speed use ``groups=1``, which needs no server.
+    for :math:`\lambda` groups. Staleness is 0, unless a group has paused while others trained. With equal groups, the
+    result is that of one group with their whole batch.
 
     Example:
         >>> HardSync()
@@ -121,7 +119,7 @@ class SoftSync(Method, frozen=True, kw_only=True, tag="softsync"):
     sample is lost.
 
     Raises:
-        ConfigurationError: ``n`` is out of range.
+        ConfigurationError: an argument is out of range.
 
     Example:
         >>> SoftSync(n=2)

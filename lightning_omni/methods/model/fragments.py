@@ -1,4 +1,4 @@
-"""Fragments: a model's parameters, cut into parts of equal bytes that are exchanged one by one.
+"""Fragments: an optimizer's parameters, cut into parts of equal bytes that are exchanged one by one.
 
 Rule 1: both sides cut alike, from the sizes of the tensors and the number of servers; offsets never travel.
 Rule 2: if several servers divide the parameters among them, each cuts its share separately, and fragment k consists of
@@ -132,7 +132,7 @@ def sizes_of(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
 
 
 def read(tensors: Sequence[Tensor], pieces: Pieces) -> list[Tensor]:
-    """Return one tensor for each piece, in shared memory if the tensor is taken whole or contiguous.
+    """Return one tensor for each piece, which shares the tensor's memory if that is taken whole or contiguous.
 
     Example:
         >>> import torch

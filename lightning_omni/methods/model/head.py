@@ -67,7 +67,7 @@ class MergedHead:
         follow.
 
         Raises:
-            UnsupportedError: the pass changed a buffer of the head, or returned values that cannot travel.
+            UnsupportedError: the pass changed a buffer of the head, or `tensors_of` rejects an argument or the output.
         """
         tree = (tuple(args), dict(kwargs))
         inputs = [tensor.detach() for tensor in tensors_of(tree)]
@@ -92,7 +92,7 @@ class MergedHead:
     ) -> HeadBackwardPass:
         """End the access with a gradient for each tensor of the output; None where it took no part in the loss.
 
-        ``scale`` multiplies only the gradients of the parameters, which are ``copies`` if they will be written.
+        ``scale`` multiplies only the gradients of the parameters; pass ``copies`` if these will be written.
         """
         inputs, outputs = self._inputs, self._outputs
         self.abandon()
@@ -204,7 +204,7 @@ def clip(gradients: Sequence[Tensor | None], value: float, algorithm: str) -> No
 
 
 def check_mergeable(name: str, model: nn.Module) -> nn.Module:
-    """Return the submodule of this name; raise an error if it cannot be merged."""
+    """Return the submodule of this name; raise `ConfigurationError` if it cannot be merged."""
     modules = dict(model.named_modules())
     if not isinstance(name, str) or name not in modules or not name:
         known = [child for child, module in modules.items() if child and any(True for _ in module.parameters())]

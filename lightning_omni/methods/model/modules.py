@@ -242,7 +242,7 @@ def _decode(value: Any) -> Any:
 
 
 def tensors_of(tree: Any) -> list[Tensor]:
-    """Return the tensors of a tree of tuples, lists and dicts; reject other containers."""
+    """Return the tensors of a tree of tuples, lists and dicts; reject subclasses of these, sets and dataclasses."""
     found: list[Tensor] = []
 
     def keep(tensor: Tensor) -> Tensor:

@@ -25,8 +25,8 @@ class Pulled(msgspec.Struct, frozen=True):
         tensors: one for each parameter, in the optimizer's order, valid until the group side's next request; empty if
             none were requested.
         clock: number of updates that the master weights contain.
-        refused: whether the push was refused (not finite, or declined by the method), or its first answer was lost
-            while the optimizer steps at the worker; ``tensors`` are then the master weights.
+        refused: whether the push, or weights for a mean, were refused (not finite, or declined by the method), or its
+            first answer was lost while the optimizer steps at the worker; ``tensors`` are then the master weights.
         fragment: fragment of ``tensors``, one for each of its pieces; None for all parameters.
     """
 
@@ -77,7 +77,7 @@ class Replica:
         first: number of parameters before any were added.
         servers: number of servers, from whose shares of the parameters fragments are cut.
         clock: the server's clock when the weights were read.
-        peers: numbers of the live groups, this one included.
+        peers: numbers of the groups when this one was formed, itself included; some may be gone.
         drift: the weights that differ from the server's.
         memory: state of the group side: plain values, tensors, and lists and dicts of them.
         closure: computes loss and gradients again, for optimizers that call it in their step.
@@ -276,7 +276,7 @@ class Replica:
 
         ``torch.optim.SGD(nesterov=True)`` keeps the point :math:`\tilde x = x + \delta v` at which the next gradient is
         taken; with :math:`v = -\eta b` for its buffer b, this returns :math:`x = \tilde x + \eta\delta b`. For
-        optimizers without SGD in their class's names it returns copies of the weights.
+        optimizers without SGD in their classes' names it returns copies of the weights.
         """
         bases = [weight.clone() for weight in self.weights()]
         kinds = type(self.optimizer).__mro__

@@ -133,7 +133,7 @@ class Master:
         self._check_kept(given)
 
     def _check_kept(self, settings: Sequence[Mapping[str, Any]]) -> None:
-        """Raise `UnsupportedError` if a step keeps state where it is lost or cannot be saved."""
+        """Raise `UnsupportedError` if a step keeps state where it is lost; let it change settings without defaults."""
         assert self.optimizer is not None
         kind = type(self.optimizer)
         for group, given in zip(self.optimizer.param_groups, settings, strict=True):
@@ -261,8 +261,8 @@ def hyperparameters_of(
 ) -> list[dict[str, Any]]:
     """Return the hyperparameters of each parameter group as plain values.
 
-    With ``of``, only groups that hold some of these parameters, or are empty, are returned. Unless ``are_needed``,
-    values that are not plain are left out.
+    With ``of``, only groups that hold some of these parameters, or are empty, are returned. Values that are not plain
+    raise `UnsupportedError` if they ``are_needed``, and are left out otherwise.
     """
     kind = type(optimizer)
     groups = [group for group in optimizer.param_groups if of is None or holds(group, of)]
@@ -516,8 +516,7 @@ def _steppable_together(
 ) -> list[list[tuple[Parameter, Tensor]]]:
     """Split parameters and gradients into lists that torch can step in one call.
 
-    Fused SGD cannot step parameters with and without momentum buffers together (torch 2.13: "expected Tensor as element
-    0 in argument 2, but got NoneType").
+    Fused SGD of torch 2.13 cannot step parameters with and without momentum buffers together.
     """
     if type(optimizer) is torch.optim.SGD and any(group.get("fused") for group in optimizer.param_groups):
         known = [pair for pair in pairs if optimizer.state.get(pair[0], {}).get("momentum_buffer") is not None]
