@@ -1,4 +1,4 @@
-"""Access to names of torch (mostly of torch.distributed) that torch does not promise to keep.
+"""Access to names of torch that torch does not promise to keep.
 
 Checked on torch 2.7, 2.13 and 2.15.
 """
@@ -30,10 +30,10 @@ from torch.utils.data.dataloader import _BaseDataLoaderIter
 from lightning_omni.errors import UnsupportedError
 
 untraced = _disable_dynamo
-"""`torch.compiler.disable`, with types and without an import of torch's compiler."""
+"""`torch.compiler.disable`, with types; it imports torch's compiler at the first call."""
 
 GLOO_WORKER = "pt_gloo_runloop"
-"""The name of the threads in which ProcessGroupGloo runs its collectives."""
+"""The name of ProcessGroupGloo's threads."""
 
 LONGEST_WAIT_AT_EXIT_S = 2.0
 """The longest delay of the interpreter's exit for gloo's threads."""
@@ -46,7 +46,7 @@ def new_named_group(name: str, ranks: Sequence[int], timeout: timedelta) -> Any:
     """Create a process group as ``torch.distributed.new_group`` does, under a given name. Its members alone call it.
 
     torch's own name contains the rank's number of groups, by which ranks with different histories would not find each
-    other. The communicator is not split off that of the default group; see `unbound`.
+    other.
 
     ``name`` is the same on all members, and was never used before with this default process group.
 
@@ -74,7 +74,7 @@ def check_reduced(module: DistributedDataParallel) -> None:
 
 
 def hooks_of(optimizer: Optimizer) -> dict[str, Any]:
-    """Return the dictionaries of an optimizer's hooks, by the names of its attributes."""
+    """Return an optimizer's dictionaries of hooks, by attribute name."""
     return {name: value for name, value in vars(optimizer).items() if name.startswith("_optimizer_")}
 
 
@@ -135,7 +135,7 @@ def all_reduce_hook_of(module: Any) -> Any:
 
 
 def put_in_order(module: Module, names: Sequence[str]) -> None:
-    """Reorder the tensors of a module and of its submodules, in place, by these names."""
+    """Reorder a module's parameters, buffers and submodules, at each depth, by these names of tensors."""
     places: dict[str, int] = {}
     for place, name in enumerate(names):
         for end in (*(at for at, letter in enumerate(name) if letter == "."), len(name)):
@@ -156,8 +156,7 @@ def wait_for_gloo_at_exit() -> None:
 
     A thread of gloo may free a collective's tensors after it has reported it as done, under the interpreter's lock.
     Before Python 3.14, a thread that requests the lock too late ends the process with "terminate called without an
-    active exception". Destroying the process groups does not help. Only Linux reports a thread's state; elsewhere the
-    exit is not delayed.
+    active exception". Only Linux reports a thread's state; elsewhere the exit is not delayed.
     """
     atexit.register(_wait_for_gloo)
 

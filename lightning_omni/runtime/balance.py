@@ -1,9 +1,8 @@
 """Ranks of different speed in one group: the compute time of each, and its part of the group's batch.
 
-A rank's compute time runs from the end of its last batch (loading data and hooks count) to the end of this one. The
-timer pauses while the rank waits for its group or the server: while DDP broadcasts buffers, from the last gradient to
-the end of the backward pass, in exchanges, and in collectives of the strategy. In groups that exchange, the time ends
-with the last gradient.
+A rank's compute time runs from the end of its last batch (loading data and hooks count) to the end of this one, or in
+groups that exchange to the last gradient. Waits for the group or the server do not count: while DDP broadcasts buffers,
+from the last gradient to the end of the backward pass, in exchanges, and in collectives of the strategy.
 """
 
 from __future__ import annotations
@@ -41,8 +40,8 @@ class Balance:
     Attributes:
         measured: samples and compute seconds of each measured batch so far, if it ``only_measures``.
         loading: seconds of waiting for the data loader so far, a part of the compute time.
-        squares: squared norms of this rank's gradient and of the group's mean, if it ``only_measures``: of one batch
-            without accumulation, times the square of the loss scale.
+        squares: squared norms of this rank's gradient and of the group's mean in the last batch, times the square of
+            the loss scale, if it ``only_measures`` and gradients are not accumulated.
     """
 
     def __init__(
@@ -78,7 +77,7 @@ class Balance:
     # --- The run -----------------------------------------------------------------------------------------------------
 
     def begin(self, world: World, module: Module, leases: Callable[[], RankLeases | None], samples: int = 0) -> None:
-        """Start measuring, when training begins, with ``rebalance="auto"``.
+        """Start measuring, with ``rebalance="auto"``.
 
         ``leases`` returns this rank's leases, or None. Batches of other data have ``samples`` each; 0 measures none.
         """
@@ -145,7 +144,7 @@ class Balance:
                 self._own.work()
 
     def backward_done(self) -> None:
-        """Exclude the wait for the group after a backward pass; measure its gradient."""
+        """Exclude the wait for the group after a backward pass; measure the mean gradient if it ``only_measures``."""
         if self._world is not None and self._own.pause_since_gradient():
             self._own.work()
             exchanged = self._world.exchange.traffic.seconds - self._exchanged
@@ -202,7 +201,7 @@ class Balance:
             self._until_gradient = self._world.reduction.seconds
 
     def _agree(self, world: World, leases: RankLeases) -> bool:
-        """Agree in the group on the split of batches that no loader has taken; return whether all are measured."""
+        """Agree in the group on the split of batches that no loader has taken; return whether all speeds are known."""
         gathered = gather(world, (self.speed, self._throughput.variance, leases.handed))
         speeds, variances, handed = zip(*gathered, strict=True)
         if (split := self._balancer.decide(leases.split, speeds, variances)) is not None:
@@ -250,7 +249,7 @@ def gather(world: World, numbers: Sequence[float]) -> list[list[float]]:
 
 
 def gather_values(world: World, value: Any, kind: Any) -> list[Any]:
-    """Return every member's value, of type ``kind``, in rank order. All members call it."""
+    """Return every member's value, of type ``kind``; see `gather`."""
     mine = msgspec.msgpack.encode(value)
     lengths = [int(length) for [length] in gather(world, [len(mine)])]
     padded = torch.frombuffer(bytearray(mine.ljust(max(lengths), b"\0")), dtype=torch.uint8)
@@ -263,7 +262,7 @@ def gather_values(world: World, value: Any, kind: Any) -> list[Any]:
 
 
 class OwnTime:
-    """A timer that runs while this rank computes, and stops while it waits for others."""
+    """A timer of this rank's computation, without waits for others."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
@@ -310,8 +309,8 @@ class OwnTime:
     def finish(self, samples: int, elsewhere: float = 0.0) -> list[tuple[int, float]]:
         """Finish a batch; return samples and seconds of each batch whose time is known now.
 
-        Time after the last pause does not count, nor does a batch without gradients or after `skip`. ``elsewhere`` are
-        seconds of waiting to subtract.
+        Time after the last pause does not count, nor does a batch without gradients, or with a `skip` since `start`.
+        ``elsewhere`` are seconds of waiting to subtract.
         """
         if self._is_whole and self._was_backward:
             self._unread.append((samples, elsewhere, self._intervals))

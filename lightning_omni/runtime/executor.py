@@ -1,4 +1,4 @@
-"""The two ways in which ranks train together: as one group (plain data parallelism), or as several that exchange."""
+"""The ways in which ranks train together: as one group (plain data parallelism), or as several that exchange."""
 
 from __future__ import annotations
 
@@ -36,11 +36,9 @@ from lightning_omni.wire.partition import check_by_parts
 class Executor:
     """The operations in which one group and several groups differ; this base class is for one group.
 
-    With one group, merged heads are ordinary modules.
-
     Attributes:
         exchanges: whether groups exchange: several, or those that join on their own.
-        is_stepping: whether `step` runs: also in its step hooks, but not in its first call of the closure.
+        is_stepping: whether `Exchanging.step` runs: also in step hooks, but not in its first call of the closure.
     """
 
     exchanges: ClassVar[bool] = False
@@ -51,7 +49,6 @@ class Executor:
 
     @property
     def control(self) -> Control | None:
-        """Return the connection for leases and synchronization while ranks train, if any."""
         return None
 
     def check_optimizer(self, optimizer: Optimizer) -> None:
@@ -72,7 +69,7 @@ class Executor:
         """Distribute writes of user code; see `ExternalWrites.follow`."""
 
     def enter_compute(self) -> None:
-        """Begin or continue the training epoch. All synchronized ranks call it."""
+        """Begin or continue the training epoch. All synchronized, or joining, ranks call it."""
 
     def enter_world(self, module: Module | None, wants_stop: bool, what: str) -> bool:
         """Synchronize the groups: see `World.enter_world`. Return whether a rank wants to stop.
@@ -84,16 +81,13 @@ class Executor:
     def step(
         self, index: int, optimizer: Optimizer, closure: Callable[[], Any] | None, arguments: Mapping[str, Any]
     ) -> Any:
-        """Make one step of optimizer ``index``; all ranks of the group call it. Return the closure's result.
-
-        ``closure`` and ``arguments`` are as in `OmniOptimizer.step`.
-        """
+        """Make one step of optimizer ``index``; see `OmniOptimizer.step`."""
         closures = () if closure is None else (closure,)
         return optimizer.step(*closures, **arguments)
 
 
 class Exchanging(Executor):
-    """The operations of several groups, which train separately and exchange with the server or with each other."""
+    """The operations of groups that exchange."""
 
     exchanges = True
 
@@ -304,7 +298,8 @@ def evaluating(
 ) -> Iterator[None]:
     """Provide the closure to the worker's own optimizer in this context: it may evaluate the loss again, as SAM does.
 
-    The optimizer's first call returns ``loss``, the closure's last result, with the gradients as they are.
+    Unless the optimizer has written weights or gradients before, its first call returns ``loss``, the closure's last
+    result, with the gradients as they are.
     """
     replica.closure, replica.loss, replica.arguments = closure, loss, arguments or {}
     try:

@@ -67,7 +67,10 @@ class GroupBroadcast:
 
 
 def _broadcast_tree(tree: Any, is_source: bool, broadcast: Callable[[Tensor], Any]) -> tuple[Any, str]:
-    """Return one rank's ``tree`` on all ranks of a process group, or the reason why it cannot be sent."""
+    """Return one rank's ``tree`` on all ranks of a process group, and the reason why it cannot be sent, or "".
+
+    With a reason, the other ranks get an empty dict.
+    """
     refused, (packed, buffer) = "", pack({})
     try:
         packed, buffer = pack(tree if is_source else {})
@@ -102,7 +105,7 @@ class EncodedAnswer:
         memory: Memory,
         broadcast: Callable[[Tensor], None] | None = None,
     ) -> None:
-        """Decode it into flat memory of the weights; members of a group to which it is ``broadcast`` have no payloads.
+        """Decode it into flat memory of the weights. Members of a group that receive a ``broadcast`` pass no payloads.
 
         ``memory`` is for the bytes of a part, on the device of the weights.
         """

@@ -1,7 +1,7 @@
 """A rank's view of leased data: the samples of its next batch, and the DataLoader that loads them.
 
-With one group or several loaders the leases are drawn from a local book, and the batches of a whole epoch are those of
-DistributedSampler. Otherwise they are drawn from the server's book.
+With one group or several loaders the leases are drawn from a local book, and the batches of a whole epoch, in equal
+parts, are those of DistributedSampler. Otherwise they are drawn from the server's book.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class RankLeases(LeaseClient):
 
     Attributes:
         generation: number of calls of `assign`; batches that were drawn before the last one are void.
-        is_as_ddp: whether batches are those of DistributedSampler, as for one group with a whole epoch.
+        is_as_ddp: whether equal parts of batches are those of DistributedSampler, as for one group with a whole epoch.
     """
 
     def __init__(
@@ -78,10 +78,10 @@ class RankLeases(LeaseClient):
         generation: int,
         shares: Sequence[int] = (),
     ) -> None:
-        """Place this rank in a group. Its untrained batches return to the pool.
+        """Place this rank in a group, and forget all batches and the local book.
 
-        It is number ``member`` of ``members``; ``control`` draws leases, None with one group; ``generation`` is the
-        server's number for these groups, ``shares`` are as in `set_batch_shares`.
+        It is number ``member`` of ``members``; ``control`` draws leases, None with one group; ``generation`` is that of
+        `ParallelState`, ``shares`` are as in `set_batch_shares`.
         """
         self.join(member, members, generation, shares)
         self._control = control
@@ -118,7 +118,7 @@ class RankLeases(LeaseClient):
         self.restart(plan.epoch)
 
     def hand_out(self) -> Batch | None:
-        """Return the next batch for the loader, or None if the pool is empty now."""
+        """Return the next batch for the loader, or None if none is free for the group now."""
         if not self._have(self.handed):
             return None
         self.handed += 1
@@ -132,7 +132,7 @@ class RankLeases(LeaseClient):
         return self._have(self.handed)
 
     def ask(self) -> str:
-        """Return the decision after this validation interval: see `lightning_omni.wire.messages.Next`."""
+        """Return the decision after this validation interval, applied here: see `lightning_omni.wire.messages.Next`."""
         if self._control is None:
             coming = self.peek()
             if coming is None:
@@ -212,7 +212,7 @@ class LeasedBatchSampler:
 
 
 class _LeasedLoader:
-    """A mixin for the user's DataLoader class, which continues when samples return and restarts when groups change."""
+    """A mixin for DataLoaders: an iteration continues when samples return, and restarts when groups change."""
 
     leases: RankLeases
     unleased: DataLoader[Any]
@@ -273,7 +273,7 @@ def lease(
 
     Its sampler must be Lightning's DistributedSampler. ``is_for_user`` returns, when an iteration begins, whether user
     code iterates: then the loader yields the samples of DistributedSampler, and nothing is drawn. ``own_batches`` is as
-    in `LeasedBatchSampler`, ``options`` are arguments of `RankLeases`.
+    in `LeasedBatchSampler`, ``options`` are the other arguments of `RankLeases`.
     """
     sampler = loader.sampler
     assert isinstance(sampler, DistributedSampler)
@@ -316,7 +316,7 @@ def permutation(sampler: DistributedSampler[Any]) -> Tensor:
     """Return the epoch's order of dataset indices, padded or cut, before DistributedSampler divides it among ranks.
 
     Raises:
-        ConfigurationError: the dataset has grown, so that samples would be left out.
+        ConfigurationError: the dataset has grown, so that samples would be left out, which only ``drop_last`` permits.
     """
     count = len(sampler.dataset)  # type: ignore[arg-type]
     if count > sampler.total_size and not sampler.drop_last:

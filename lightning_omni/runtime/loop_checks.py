@@ -85,9 +85,9 @@ def check_may_begin(parallel: ParallelState, is_begun: bool, exchanges: bool) ->
 # store.
 
 WITHIN = 10.0
-"""Seconds in which all members of an interrupted group must have left their loops."""
+"""Seconds for which `ExitCheck.check` of an interrupted rank waits for the others."""
 POLL_S = 0.5
-"""Seconds between two polls of whether another member has left its loop."""
+"""Seconds between two polls of the store."""
 _LEAVE_TOGETHER = (
     "all members of a compute group must make the same number of steps: give each the same number of batches, or end"
     " the loop alike on all of them"
@@ -155,8 +155,8 @@ class ExitCheck:
         """Wait until this group's members leave the loop, too, up to the run's timeout, before ranks synchronize.
 
         Raises:
-            RankLost: another member waits for this one in a further step, has left after another number of steps, or
-                has not left `WITHIN` seconds after this one was interrupted.
+            RankLost: another member waits for this one in a further step, has left after another number of steps or,
+                if this one was interrupted, has not left `WITHIN` seconds after this call.
         """
         if not self._is_needed:
             return
@@ -197,7 +197,7 @@ class ExitCheck:
         raise RankLost(f"rank {self._parallel.rank} {left}, and {but}: {remedy}")
 
     def _watch_others(self, is_over: threading.Event) -> None:
-        """Report, in a thread, that this rank waits for another member which has left the loop."""
+        """Report, in a thread, that this rank waits for a member which has left the loop."""
         before: tuple[int, int] | None = None
         while not is_over.wait(POLL_S):
             if not self._is_needed:
@@ -303,11 +303,11 @@ class RawStepGuard:
             _outside.add(self)
 
     def steps(self, optimizer: Optimizer) -> bool:
-        """Return whether an `OmniOptimizer` of this world makes a step of this optimizer."""
+        """Return whether an `OmniOptimizer` of this world, in several groups, steps this optimizer now."""
         return self._executor().is_stepping and any(part.optimizer is optimizer for part in self._parallel.parts)
 
     def warn_outside(self, optimizer: Optimizer) -> None:
-        """Warn once, on rank 0, of a step outside of a loop that moves wrapped weights."""
+        """Warn once, on rank 0, of a step outside of a loop that moves wrapped weights, unless DDP has all ranks."""
         if self._parallel.control is not None or set(held_by(optimizer)).isdisjoint(self._weights()):
             return
         _outside.discard(self)
@@ -331,8 +331,9 @@ class RawStepGuard:
         """Watch all optimizers' steps in this context; ``steps`` returns the number of the world's own.
 
         Raises:
-            ConfigurationError: another optimizer steps wrapped weights; or only others step, or the weights move alone.
-            UnsupportedError: a wrapped optimizer steps by itself.
+            ConfigurationError: an optimizer steps, or weights have moved in the end, and no optimizer is wrapped; one
+                moves other weights of wrapped modules; or in the end only others than the wrapped ones have stepped.
+            UnsupportedError: a wrapped optimizer, or another one with its weights, steps by itself.
         """
         self._stranger = ""
         before = self._sums() if self._executor().exchanges and not self._parallel.parts else []
@@ -429,7 +430,7 @@ def warn_of_own_statistics(parallel: ParallelState, modules: Iterable[Module]) -
 
 _guards: WeakSet[RawStepGuard] = WeakSet()
 _outside: WeakSet[RawStepGuard] = WeakSet()
-"""The guards that have not warned yet of steps outside of loops."""
+"""The guards that have not warned yet."""
 
 
 @cache
@@ -450,7 +451,7 @@ def _watch_outside() -> None:
 
 @contextmanager
 def announced_wait() -> Iterator[None]:
-    """Log after `WITHIN` that this rank, whose loop was closed, waits for the others: its caller may have failed."""
+    """Log after `WITHIN` seconds of this context that this rank, whose loop was closed, waits for the others."""
     words = (
         "the generator that has this rank's loop was closed, by a break or an error of its caller: the rank waits until"
         " all others have left their loops"

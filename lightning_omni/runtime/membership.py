@@ -34,14 +34,14 @@ LEARN = 2.0
 
 
 class Connection:
-    """The joining and leaving of the server, and the forming of groups; `ParallelState.control` is the open connection.
+    """The joining and leaving of the server, and the forming of groups.
 
     All live ranks form groups, or one group joins a running run, with the rank numbers that its `GroupRegistration` has
     reserved.
 
     Attributes:
         on_stuck: called in a thread, with the reason, before this process is ended.
-        is_writing: returns whether this process is writing a checkpoint, and is not ended yet.
+        is_writing: returns whether this process is writing a checkpoint, for which its end is delayed.
     """
 
     def __init__(self, parallel: ParallelState, exchange: ServerExchange) -> None:
@@ -54,13 +54,13 @@ class Connection:
         self._closed.clear()
 
     def start_server(self) -> None:
-        """Start this rank's embedded servers without waiting: they start up while the model is built."""
+        """Start this rank's embedded servers, without waiting for them."""
         self._parallel.server.start(self._parallel.method, self._parallel.parts)
 
     # --- To join -----------------------------------------------------------------------------------------------------
 
     def join(self) -> None:
-        """Join the server, unless joined. All launched ranks call it, even if they are one group."""
+        """Join the server, unless joined. All launched ranks call it."""
         if self._parallel.control is None:
             self._join()
             self._parallel.process_groups.join(self._exchange.synchronize, self._parallel.rank)
@@ -161,7 +161,7 @@ class Connection:
     def _on_end(self, error: OmniError) -> None:
         """End this process after `GRACE` unless this rank leaves. The connection's thread calls it.
 
-        A trainer that is stuck in a collective with dead ranks would not notice that it must stop.
+        A trainer that is stuck in a collective would not notice that it must stop.
         """
         parallel = self._parallel
 
@@ -261,10 +261,9 @@ class Connection:
     def take_part(self) -> m.Joined:
         """Join a running run, as soon as its groups train separately. All ranks of this group call it.
 
-        `ServerStore.read_run_state` reads further state, `ServerExchange.read_weights` the weights.
-
         Raises:
-            ConfigurationError: the run exchanges with other settings than this group.
+            ConfigurationError: the run has other settings or servers than this group; or torch's default device is
+                no CPU.
             OmniError: the run is over, or the server is gone or refuses.
         """
         parallel = self._parallel

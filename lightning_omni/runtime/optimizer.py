@@ -42,8 +42,8 @@ class OmniOptimizer(Optimizer):
         merged: parameters of a merged head, which the server steps separately: see `World.attach_head`.
 
     Raises:
-        UnsupportedError: groups cannot step the optimizer; the message names an alternative.
-        ConfigurationError: two parameters have one name; an argument is wrong; or training has begun.
+        UnsupportedError: groups cannot step the optimizer or train a parameter; the message names an alternative.
+        ConfigurationError: two parameters have one name; an argument is wrong; or this is inside `World.training`.
 
     Example:
         >>> from lightning_omni import OmniOptimizer  # see World for a whole training loop
@@ -159,7 +159,7 @@ class OmniOptimizer(Optimizer):
         self.optimizer.zero_grad(set_to_none)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add a parameter group, with one server at any time. Call it on every rank, here or on the wrapped optimizer.
+        """Add a parameter group, in mid-run with one server only. Call it on every rank, here or on the wrapped one.
 
         The parameters take the values that the server has for them, or this group's if it is the first to add them.
         """

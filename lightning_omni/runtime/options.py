@@ -33,7 +33,8 @@ class Server:
         count: number of embedded servers, each with a partition of the parameters: a number, all on rank 0's node; or
             ``"per-node"``, one on each node. See :doc:`/how-to/servers`.
         host: address that the embedded server binds. None uses no port on one node (sockets in a directory that
-            only this user may enter), and MASTER_ADDR on several.
+            only this user may enter), and MASTER_ADDR on several: 0.0.0.0 if that name resolves to a loopback address
+            or to none.
         encryption: ``"curve"``, or ``"off"`` on a network whose every user you trust. A running server must use the
             same.
         save: seconds between two saves of the embedded server's state, from the last of which another server continues
@@ -128,7 +129,8 @@ class Server:
         """Return the transport as a value.
 
         Raises:
-            ConfigurationError: the server cannot import it, or ``encryption`` is given beside it.
+            ConfigurationError: it is no `Transport`, its class is not registered in this process, ``encryption`` is not
+                "curve" beside it, or unknown without it.
         """
         if self.transport is None:
             return ZeroMQ(encryption=self.encryption)
@@ -159,8 +161,8 @@ class Elastic:
             its link failed) rejoins as a new group: if the script ends with that error, its process runs its command
             again, after 1, 2, 4, ... seconds. Only OmniStrategy uses it.
         timeout: seconds, at least 2, after which a group that answers heartbeats but completes no training or
-            validation batch is evicted, because others would wait for it. The embedded server counts from the first
-            trained batch on; ``lightning-omni serve`` has its own option. None disables this.
+            validation batch is evicted, unless the run would end with it. The embedded server counts from the first
+            trained batch on; ``lightning-omni serve`` has its own option. None disables this. Only OmniStrategy has it.
         heartbeat: seconds of silence after which a rank counts as dead at the embedded server, at least 2.
 
     Raises:

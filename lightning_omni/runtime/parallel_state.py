@@ -1,4 +1,4 @@
-"""The position of a rank in the run: its compute group, the live ranks, and the agreements among them."""
+"""The position of a rank: its compute group, the live ranks, and agreements among them."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ class ParallelState:
 
     Attributes:
         rank: this rank, as all groups of the run number it.
-        torch_rank: this rank, as torch.distributed numbers it.
+        torch_rank: this rank, as torch.distributed numbers all launched ones.
         is_synchronous: whether ``topology`` has one group; no server is then in the path, unless it joins on its own.
         group: number of this rank's group; -1 if it was lost.
         members: ranks of this rank's group; the first one leads.
@@ -73,7 +73,7 @@ class ParallelState:
         tensor_parallel: number of neighbours that compute on the same samples together.
         is_computing: whether groups that exchange train; the default process group is then this rank's group.
         is_entering: whether the group has joined groups that train, and is about to train.
-        ever_lost: ranks that were lost in loops or fits that have ended.
+        ever_lost: ranks that were lost in loops or fits that have ended; `World.training` clears it.
         failures: reasons of ranks that have failed by themselves in these.
         where: returns this rank's position in its loop, in words.
         registration: the reservation of a group that joins on its own, whose ranks are the only ones in
@@ -151,7 +151,7 @@ class ParallelState:
         return found
 
     def _count_ranks_per_node(self) -> list[int]:
-        """Return the number of ranks on each node, which may differ, as torchrun started them. All ranks call it."""
+        """Return the number of ranks on each node, from torchrun or host names. All ranks call it."""
         local, host = int(os.environ.get("LOCAL_WORLD_SIZE", 0)), zlib.crc32(socket.gethostname().encode())
         sizes, hosts = zip(*self.process_groups.gather([local, host]), strict=True)
         found = list[int]()
@@ -169,7 +169,7 @@ class ParallelState:
         return found
 
     def check_same(self, settings: Mapping[str, str]) -> None:
-        """Raise `ConfigurationError` unless all ranks started together, which call it, have these settings."""
+        """Raise `ConfigurationError` unless all ranks started together, which call it, pass the same settings."""
         remedy = "all ranks train in one run: pass the same on each of them, and set the same environment variables"
         agree(
             {f"setting {name}": text for name, text in settings.items()}, self.torch_rank, self.all_reduce_max, remedy
@@ -179,7 +179,7 @@ class ParallelState:
 
     @property
     def method(self) -> Method:
-        """Return the method; a new one applies when groups are formed next."""
+        """Return the method; set another only before other groups are formed."""
         return self.core.method
 
     @method.setter
@@ -188,7 +188,7 @@ class ParallelState:
 
     @property
     def communication(self) -> Communication:
-        """Return the settings for communication; new ones apply when groups are formed next."""
+        """Return the settings for communication; set others only before groups are formed and modules wrapped."""
         return Communication(self.core.method, self.core.wire_format, self.core.overlap, self.reduction.format)
 
     @communication.setter
@@ -225,7 +225,7 @@ class ParallelState:
         return self._records
 
     def follow_recorder(self) -> bool:
-        """Return whether this rank is the recorder now: while groups compute, the recorder's group may leave."""
+        """Become the recorder if the server reports so while groups compute; return `is_recorder`."""
         status = self.control.status if self.control is not None else None
         if self.registration is not None and status is not None and self.is_computing:
             self._records |= self.rank == status.recorder  # never reset, because the status may be old
@@ -245,7 +245,10 @@ class ParallelState:
 
     @property
     def share(self) -> tuple[int, int] | None:
-        """Return this rank's share of a sharded model: index and count; None without one, or in one group by itself."""
+        """Return this rank's share of a sharded model: index and count.
+
+        None without one, or in one group without a server.
+        """
         if not self.is_sharded or (self.is_synchronous and self.registration is None and self.control is None):
             return None
         return self.members.index(self.rank) % self.shards, self.shards
@@ -262,7 +265,7 @@ class ParallelState:
 
     @property
     def owns_state(self) -> bool:
-        """Return whether this rank sends weights, or its share of them, to the server and reads them back."""
+        """Return whether this rank sends the run's state, or its share, to the server and reads it back."""
         return self.is_recorder or (self.share is not None and self.is_with_recorder)
 
     @property
@@ -332,7 +335,7 @@ class ParallelState:
 
     @property
     def joins_running_run(self) -> bool:
-        """Return whether this rank's group joins, or has joined, a running run; see `Connection.take_part`."""
+        """Return whether this rank's group joins, or has joined, a running run."""
         return self.registration is not None and not self.registration.begins
 
     @property

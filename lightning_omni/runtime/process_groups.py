@@ -3,8 +3,7 @@
 Compute groups are kept for later fits of the same script.
 
 The server carries out the collectives of all live ranks, `LiveWorld`: none waits for dead ranks, and all survivors get
-the same contributions. Small payloads are sent over the server's control socket, larger ones over its data socket, and
-gradients never. Ranks are numbered by their index among the live ranks.
+the same contributions. Ranks are numbered by their index among the live ranks.
 """
 
 from __future__ import annotations
@@ -28,11 +27,11 @@ from lightning_omni.topology import Topology
 from lightning_omni.wire.messages import LARGEST_UPLOAD
 
 MOST_KEPT = 16
-"""The most topologies whose process groups are kept; each has sockets and threads."""
+"""The most topologies whose process groups are kept."""
 
 Groups = tuple[tuple[int, ...], ...]
 Gather = Callable[[list[int]], list[list[int]]]
-"""A function that takes whole numbers of this rank, and returns those of every live rank, in rank order."""
+"""A function from this rank's whole numbers to those of every live rank, in rank order."""
 
 
 @dataclass
@@ -63,7 +62,6 @@ class _Cache:
 
 
 _caches: WeakKeyDictionary[Any, _Cache] = WeakKeyDictionary()
-"""The cache beside each default process group."""
 
 
 def outlive(group: Any, lost: Sequence[int]) -> None:
@@ -72,7 +70,7 @@ def outlive(group: Any, lost: Sequence[int]) -> None:
 
 
 def check_none_lost() -> None:
-    """Raise a `RankLost` if an earlier fit or loop has lost ranks, which Lightning and loaders would still count."""
+    """Raise a `RankLost` if the default group is an earlier fit's or loop's survivors: loaders would count the lost."""
     if not (lost := _caches.get(dist.group.WORLD, _Cache()).lost):
         return
     were = f"rank {lost[0]} was" if len(lost) == 1 else f"ranks {', '.join(map(str, lost))} were"
@@ -83,7 +81,7 @@ def check_none_lost() -> None:
 
 
 def is_switched() -> bool:
-    """Return whether the default process group is one that a World uses while groups train."""
+    """Return whether the default process group is one that a World made: in its loop, or after it has lost ranks."""
     made = [
         group for cache in _caches.values() for group in (cache.live, *(each.group for each in cache.compute.values()))
     ]
@@ -443,7 +441,7 @@ def is_of_a_loss(error: BaseException) -> bool:
 
 
 def is_of_a_collective(error: BaseException) -> bool:
-    """Return whether torch.distributed raised an error; gloo's errors have no class of their own."""
+    """Return whether torch.distributed raised this error; gloo's errors have no class of their own."""
     names, error = ("gloo", "nccl"), _raised_first(error)
     return isinstance(error, dist.DistError) or (
         type(error) is RuntimeError and any(name in str(error).lower() for name in names)

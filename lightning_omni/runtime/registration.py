@@ -27,7 +27,7 @@ _ASK_AGAIN = 0.5
 _CONNECT_TIME = 5.0
 """Seconds in which a machine must accept or reject a connection."""
 COMES_BACK = "OMNI_COMES_BACK_TO"
-"""The environment variable of a process that restarts its command for an evicted group; `return_to` makes its value."""
+"""The environment variable of an evicted group's restarted command; `return_to` makes its value."""
 
 
 def comes_back_to() -> tuple[str, int, bool]:
@@ -40,7 +40,7 @@ def comes_back_to() -> tuple[str, int, bool]:
 
 
 def return_to(run: str, count: int, is_saved: bool) -> str:
-    """Return the value of `COMES_BACK` for a group that rejoins a run for the ``count``-th time in a row."""
+    """Return the value of `COMES_BACK` for the ``count``-th rejoining of a run in a row."""
     return f"{run} {count}" if is_saved else f"{run} {count} unsaved"
 
 
@@ -52,7 +52,8 @@ class GroupRegistration:
         broadcast_text: returns the text of rank 0 on every rank of the group.
 
     Attributes:
-        first: as in `GroupRegistered`, as are ``announced`` and ``silence``.
+        first: as in `GroupRegistered`, as is ``silence``.
+        announced: as there, or this group's ranks if it begins the run.
 
     Raises:
         OmniError: the server cannot be reached or refuses; or the run is over, or is not the one that evicted this
@@ -141,9 +142,9 @@ def ask_for_all(
     what: str = "rank 0 of this group could not join",
     kind: type[OmniError] = RankLost,
 ) -> Any:
-    """Return the answer to rank 0's request on all ranks; raise its error there.
+    """Return the answer to rank 0's request on all ranks, or raise its error on rank 0.
 
-    Other ranks raise a ConnectionLost if rank 0 may try again, else a ``kind``; the message begins with ``what``.
+    Other ranks then raise a ConnectionLost if rank 0 may try again, else a ``kind``; the message begins with ``what``.
     ``asks`` is true on rank 0, whose ``ask`` returns plain values.
     """
     failure: Exception | None = None

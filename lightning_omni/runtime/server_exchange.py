@@ -1,4 +1,4 @@
-"""A group's exchanges with the server: ranks that exchange send requests, and the whole group gets the answers."""
+"""A group's exchanges with the server, whose answers all members get."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ServerSnapshot(NamedTuple):
 
     Attributes:
         parts: for each optimizer ``{"weights": {name: tensor}, "state": {...}, "clock": 0, "method": {...}}``.
-        groups: for each group, the state gathered from it since the last snapshot.
+        groups: for each group, the state gathered from it since the last snapshot with states.
     """
 
     cut: SnapshotId
@@ -118,7 +118,7 @@ class ServerStore:
         }
 
     def store_run_state(self, packed: Packed, buffer: Tensor) -> None:
-        """Store the state beside the weights for groups that join. The recorder calls it when groups separate.
+        """Store the state beside the weights for groups that join. The recorder calls it while groups compute.
 
         Where members hold the model together, each stores its share at its own server, and the recorder last.
         """
@@ -159,10 +159,10 @@ class Route(NamedTuple):
 
 
 class Traffic:
-    """The time and bytes of this rank's exchanges in a run; ``clock`` is that of the device of the weights.
+    """The time and bytes of this rank's exchanges in a run; ``clock`` is of the weights' device.
 
     Attributes:
-        spans: start and end of exchanges on the device: without what it had to do before.
+        spans: start and end on the device of exchanges that `seconds` has not added yet.
         moved: bytes of tensors to and from the server or other groups; only ranks that exchange move any.
         shared: the part of them that rank and server passed in shared memory.
     """
@@ -207,6 +207,7 @@ class ServerExchange:
 
         Raises:
             NonFiniteGradients: the server refused too many of the group's pushes in a row.
+            OmniError: the connection or this rank's run has ended.
         """
         match action:
             case ServerRequest(waits=False):
@@ -377,7 +378,6 @@ class ServerExchange:
             )
 
     def _receive(self, ask: ServerRequest, route: Route, into: Tensor) -> tuple[m.Weights, Sequence[Tensor] | None]:
-        """Receive the servers' answer, and its payloads if it is encoded; other tensors into ``into``."""
         part, split, coded = self._parallel.parts[ask.optimizer], route.part, route.coded
         flat = None
         if route.pulls and coded is None:

@@ -1,4 +1,4 @@
-"""The parameter servers of a run: processes that its ranks start, or a running server at an address."""
+"""The parameter servers of a run, which its ranks start or find."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ _log = logging.getLogger(__name__)
 
 
 class RunServer:
-    """The servers of a run, each with a partition of the parameters: it starts, finds and ends them.
+    """The servers of a run, each with a partition of the parameters.
 
     Args:
         rank: this rank. Rank 0 starts the server; with one per node, the first rank of each node.
@@ -129,7 +129,7 @@ class RunServer:
         """Let this rank's further servers join the coordinating one, and wait for them.
 
         Raises:
-            ConfigurationError: a server could not be started.
+            ConfigurationError, ConnectionLost, OSError: a server could not be started.
         """
         if self._taught is None:
             return
@@ -165,7 +165,8 @@ class RunServer:
         """Return address, key and a name for the run on all ranks, which call it; a key that they have is not sent.
 
         Raises:
-            ConfigurationError, ConnectionLost: there is no server, and none could be started.
+            ConfigurationError, ConnectionLost: rank 0 could not start the server (there also an OSError), or this rank
+                lacks its key.
         """
         failed = "rank 0 could not start the parameter server"
         address, key, run = ask_for_all(broadcast_text, self._rank == 0, self._found, failed, ConfigurationError)
@@ -262,7 +263,7 @@ def _main_host() -> str:
 
 
 def _resolve(host: str) -> str:
-    """Return the address of a host, IPv4 if it has one; for an unknown host, 0.0.0.0 (all of this machine)."""
+    """Return the address of a host, IPv4 if it has one; for an unknown host, 0.0.0.0."""
     try:
         found = sorted(socket.getaddrinfo(host, None, type=socket.SOCK_STREAM), key=lambda each: each[0])
     except OSError:

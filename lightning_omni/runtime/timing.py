@@ -1,4 +1,4 @@
-"""Clocks of the host, and of devices that it runs ahead of: operations return before the device begins."""
+"""Clocks of the host, and of devices whose operations return before they have ended."""
 
 from __future__ import annotations
 

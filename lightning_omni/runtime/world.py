@@ -68,15 +68,15 @@ _END = "the end of training"
 class World(ParallelState):
     """The compute groups of a run, as seen from this rank. All ranks create one after ``init_process_group``.
 
-    With Lightning, use `OmniStrategy`. A loop needs `wrap`, `training`, `enter_world`, `enter_compute` and perhaps
-    `regroup` or `attach_head`; the other methods are for `OmniStrategy`.
+    With Lightning, use `OmniStrategy`. Loops use `wrap`, `training`, `enter_world`, `enter_compute`, `regroup` and
+    `attach_head`; the other methods are for `OmniStrategy`.
 
     Args:
         groups: number of compute groups; None takes that of ``options``, by default one per node.
         device: device of the model's weights. By default the CPU, or with NCCL the current GPU
             (``torch.cuda.set_device``).
         options: all other settings; ``groups`` overrides their ``groups``.
-        ranks_per_node: number of ranks on each node, in rank order; by default that of torchrun.
+        ranks_per_node: number of ranks on each node, in rank order; by default from torchrun or host names.
 
     Attributes:
         rank: this rank.
@@ -85,7 +85,8 @@ class World(ParallelState):
         members: ranks of this rank's compute group.
 
     Raises:
-        ConfigurationError: an argument is wrong, or not the same on all ranks.
+        ConfigurationError: an argument is wrong or not the same on all ranks; it is not after ``init_process_group``,
+            or in another World's loop.
         RankLost: an earlier loop has lost ranks.
 
     Example:
@@ -260,17 +261,17 @@ class World(ParallelState):
     def training(self) -> Iterator[World]:
         """Provide the context for a training loop without Lightning. All ranks enter it.
 
-        Several groups start or join the server. At the end every rank has the weights to evaluate, and one state of
-        each optimizer. Buffers (BatchNorm's statistics) stay each rank's own; `enter_world` with the model merges them.
-        Inside, `torch.distributed` and any DistributedSampler created there see the ranks of this compute group: to
-        divide samples among all ranks, create the sampler before.
+        At the end every rank has the weights to evaluate, and one state of each optimizer. Buffers (BatchNorm's
+        statistics) stay each rank's own; `enter_world` with the model merges them. Inside, `torch.distributed` and any
+        DistributedSampler created there see the ranks of this compute group: to divide samples among all ranks, create
+        the sampler before.
 
         Raises:
             UnsupportedError: a wrapped optimizer steps by itself while groups exchange; DDP over ranks of several
                 groups is called; or ``elastic=True`` was passed, which works with Lightning only.
             ConfigurationError: the members of a group have not averaged their gradients; weights have moved without an
                 OmniOptimizer of this world; ranks have different buffers or frozen parameters in a module that `wrap`
-                has not wrapped; or this is inside another loop.
+                has not wrapped, or optimizers of other parameters; or this is inside another loop of several groups.
             RankLost: an earlier loop has lost ranks; this one cannot continue without those that it lost; or the
                 members of a group have made different numbers of steps.
         """
@@ -361,11 +362,7 @@ class World(ParallelState):
             self._leaving.check()
 
     def _share_weights(self) -> None:
-        """Copy rank 0's trained, unsharded weights to all ranks of several groups: the module may not be wrapped.
-
-        Raises:
-            ConfigurationError: the optimizers of another rank hold other parameters.
-        """
+        """Copy rank 0's trained, unsharded weights to all ranks of several groups: the module may not be wrapped."""
         if not self.executor.exchanges:
             return
         self.parameter_groups.agree()
@@ -470,7 +467,7 @@ class World(ParallelState):
         """Train each group separately from here, at an epoch's start or after a validation. All ranks call it.
 
         Raises:
-            ConfigurationError: this is outside ``with world.training():``.
+            ConfigurationError: several groups call it outside ``with world.training():``.
         """
         if self.executor.exchanges and not self.is_begun:
             raise ConfigurationError(
@@ -489,7 +486,7 @@ class World(ParallelState):
         Tensors that no optimizer moves become the same on all ranks: running statistics and the parameters of a
         `torch.optim.swa_utils.AveragedModel` are averaged over the groups; other buffers, and other parameters that
         were written, become rank 0's. Groups with weights of their own get these back in `enter_compute`. If any rank
-        of several groups ``wants_stop``, ``on_stop`` is called on all.
+        ``wants_stop``, ``on_stop`` is called on all. With one group it does none of this.
 
         Args:
             module: the model, with all that belongs to it (its average, for example); with None each group keeps its
@@ -527,6 +524,7 @@ class World(ParallelState):
 
         Raises:
             ConfigurationError: the module has other parameters or buffers on another rank.
+            UnsupportedError: a tensor is sparse or ignored by DDP, or this is a second sharded module.
         """
         self._raw_steps.wrapped(module)
         if self.options.is_sharded:
@@ -569,10 +567,12 @@ class World(ParallelState):
     def regroup(
         self, groups: int, module: Module | None = None, speeds: Mapping[int, float] | None = None
     ) -> tuple[tuple[int, int], ...]:
-        """Change the number of groups, and keep weights and optimizer state. All live ranks call it, at the same step.
+        """Change the number of groups. All live ranks call it, at the same step.
 
-        In a loop without Lightning, `wrap` the module again afterwards: ``model = world.wrap(net)``. A step with the
-        former wrapper's gradients is refused.
+        Training continues from the weights of `enter_world`, without unpushed steps and the method's state. Where
+        optimizers step on the ranks, each rank takes its new leader's optimizer state; that at the server is kept. In a
+        loop without Lightning, `wrap` the module again afterwards: ``model = world.wrap(net)``. A step with the former
+        wrapper's gradients is refused.
 
         Args:
             groups: the new number of groups.
@@ -584,8 +584,8 @@ class World(ParallelState):
             The trained ranges of the epoch's positions, if several groups become one.
 
         Raises:
-            ConfigurationError: ``groups`` is out of range, or this is outside `training`.
-            UnsupportedError: the groups have joined on their own.
+            ConfigurationError: ``groups`` is out of range, a speed is missing, or this is outside `training`.
+            UnsupportedError: the groups have joined on their own, or cannot train with an optimizer or the model.
         """
         self.check_regroup(groups)
         groups = plain(groups)
