@@ -1,12 +1,12 @@
 """`OmniStrategy` for both of Lightning's namespaces, ``lightning.pytorch`` and ``pytorch_lightning``.
 
-`lightning_omni.OmniStrategy` is one class (see ``both_namespaces.py``). It has no base class of Lightning's until a
-namespace is imported; then it and its subclasses get that namespace's base class. If none is imported when an object is
-made, the installed one is, or ``lightning.pytorch`` of both.
+`lightning_omni.OmniStrategy` is one class. It has no base class of Lightning's until a namespace is imported; then it
+and its subclasses get that namespace's base class. If none is imported when an object is made, the installed one is, or
+``lightning.pytorch`` of both.
 
-If both namespaces are imported, an object is made for the one that was imported first. When a Trainer of the other
-namespace gives it an accelerator, the object switches to a class with the other base class (see ``namespaces.py``).
-Classes of callbacks get the base classes of both namespaces.
+If both namespaces are imported, an object is made for the one that was imported first, or for ``pytorch_lightning`` if
+both were before this package. When a Trainer of the other namespace gives it an accelerator, the object switches to a
+class with the other base class. Classes of callbacks get the base classes of both namespaces.
 
 This package registers the name "omni" when both it and a namespace are imported, in any order. It never imports
 Lightning before an object is made: the import takes seconds, and the server's process does not need it.
@@ -34,7 +34,7 @@ _rooms: list[str] = []
 
 
 def follow(room: str) -> None:
-    """Import a subpackage's module for each namespace that is imported, now or later, such as ``"strategy"``'s."""
+    """Import a subpackage's module for each namespace that is imported, now or later."""
     if room not in _rooms:
         _rooms.append(room)
     if not any(isinstance(finder, _FollowImports) for finder in sys.meta_path):

@@ -121,7 +121,7 @@ def split_model_parallel(given: object) -> tuple[Sharding, dict[str, Any]]:
 
 @dataclass(frozen=True)
 class FitOptions:
-    """The arguments of OmniStrategy that are not in `WorldOptions`."""
+    """The arguments of OmniStrategy that are neither in `WorldOptions` nor DDPStrategy's."""
 
     merged: str | None = None
     data: Literal["dynamic", "static"] = "dynamic"
@@ -137,7 +137,7 @@ class FitOptions:
 
     @property
     def of_all_ranks(self) -> dict[str, str]:
-        """Return the arguments, in which all ranks of a run must agree, as text."""
+        """Return the arguments, in which ranks that are started together must agree, as text."""
         return {each.name: repr(getattr(self, each.name)) for each in fields(self)}
 
     def check(self, world: WorldOptions, ddp: Mapping[str, Any]) -> None:
@@ -206,7 +206,8 @@ class RequestedOptions:
         names_server: whether the user's arguments name a running server.
 
     Raises:
-        ConfigurationError: LIGHTNING_OMNI_GROUPS is no number, a variable is misspelt, or an argument is wrong.
+        ConfigurationError: LIGHTNING_OMNI_GROUPS is no number, LIGHTNING_OMNI_SERVER no address, a variable is
+            misspelt, or ``server`` or ``elastic`` is wrong.
     """
 
     def __init__(

@@ -51,7 +51,7 @@ class OmniStrategy(OmniStrategyHooks, metaclass=ABCMeta):
 
 
 def take_base(base: type, twin: type) -> None:
-    """Derive the class and its subclasses from the first imported namespace's base class.
+    """Derive `OmniStrategy` and its subclasses from a namespace's base class; only the first call does.
 
     ``twin``, OmniStrategy of the namespace of ``base`` alone, becomes a virtual subclass.
     """

@@ -58,7 +58,7 @@ class Checkpoints:
     """The checkpoints of one strategy. Several calls make one consistent checkpoint.
 
     Attributes:
-        resumed: the run's entry in the checkpoint that was loaded last.
+        resumed: the run's entry in the checkpoint from which the next training resumes.
         folder: that checkpoint, if it is a folder.
     """
 
@@ -300,7 +300,7 @@ def _address_of(tensor: Tensor) -> int:
 
 
 def set_batches(loops: Mapping[str, Any], batches: int, is_over: bool = False) -> None:
-    """Set the batch count of an epoch to that of DDP, in place, if its last batch is over, or is not."""
+    """Set the batch count of an epoch to that of DDP, in place, if its ``is_last_batch`` equals ``is_over``."""
     progress = loops["fit_loop"]["epoch_loop.batch_progress"]
     if progress["is_last_batch"] == is_over:
         current = progress["current"]
@@ -308,10 +308,7 @@ def set_batches(loops: Mapping[str, Any], batches: int, is_over: bool = False) -
 
 
 def cut_short(loops: Mapping[str, Any], batches: int) -> None:
-    """Mark an epoch as incomplete after ``batches`` of DDP, in place.
-
-    Otherwise a resumed run would begin the next epoch.
-    """
+    """Mark an epoch as incomplete after ``batches`` of DDP, in place."""
     loops["fit_loop"]["epoch_loop.batch_progress"]["is_last_batch"] = False
     set_batches(loops, batches)
 
@@ -323,7 +320,7 @@ def batches_in(loops: Mapping[str, Any]) -> int:
 # --- Hooks of the strategy --------------------------------------------------------------------------------------------
 
 SAVING = 10.0
-"""Seconds for which a failed rank waits while the recorder, which may have failed, too, fetches the server's state."""
+"""Seconds for which a failed rank waits for its peers to report failures, or for the recorder to fetch state."""
 
 
 class CheckpointHooks:
@@ -331,7 +328,7 @@ class CheckpointHooks:
 
     Attributes:
         is_writing: whether this rank is writing a checkpoint, without waiting for others.
-        has_written: whether this rank wrote the last one for the run; others remove none.
+        has_written: whether this rank wrote the last one for the run, true before any; others remove none.
     """
 
     def __init__(self, parts: SharedParts, run_states: RunStates, failures: Failures) -> None:
@@ -468,7 +465,10 @@ class CheckpointHooks:
         return {**checkpoint, "optimizer_states": states}
 
     def load(self, path: Any, read: Callable[[], dict[str, Any]], **options: Any) -> dict[str, Any]:
-        """Read a checkpoint: a file by ``read``, or a folder, with ``options`` of ``torch.load`` for its metadata."""
+        """Read a checkpoint: a file by ``read``, or a folder, with ``options`` of ``torch.load`` for its metadata.
+
+        If the Trainer reads it for a fit, the run resumes from it.
+        """
         parts = self._parts
         before, self.contents.folder = self.contents.folder, None
         load = partial(self.contents.open_folder, Path(path), parts.pl_module, **options) if is_folder(path) else read

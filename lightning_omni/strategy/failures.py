@@ -15,7 +15,7 @@ class Failures:
     """The errors with which fits end on this rank.
 
     Attributes:
-        at: where the fit has failed on this rank, which then waits for no other; or None.
+        at: where the fit has failed on this rank, which then skips barriers; or None.
     """
 
     def __init__(self, parts: SharedParts, grouping: Grouping, rejoining: Rejoining) -> None:
@@ -23,9 +23,10 @@ class Failures:
         self.at: str | None = None
 
     def note(self, exception: BaseException) -> None:
-        """Note an error that ends the fit, before callbacks receive it and perhaps save; prepare to rejoin if evicted.
+        """Note an error that ends the fit, before callbacks receive it; prepare to rejoin if evicted or cut off.
 
-        If a callback raises another one, Lightning does not call ``on_exception``.
+        An agreed stop is not noted. If a callback raises another error, Lightning does not call the strategy's
+        ``on_exception``.
         """
         if not self._ends_with_all(exception):
             self.at = place_of(exception)
@@ -38,7 +39,10 @@ class Failures:
             end_in_one_line(exception)
 
     def report(self, exception: BaseException) -> None:
-        """End this rank's run, and report its error to the others, after callbacks have received it."""
+        """End this rank's run, and report its error to the others, after callbacks have received it.
+
+        After an agreed stop the teardown ends the run.
+        """
         parts = self._parts
         if self._ends_with_all(exception):
             parts.reporting.ask(self._parts.world)

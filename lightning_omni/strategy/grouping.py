@@ -1,4 +1,4 @@
-"""The groups of a fit: how they are formed, wrapped and formed again, and how one group differs from several.
+"""The groups of a fit: how they are formed and wrapped, and how one group differs from several.
 
 With one group, `OneGroup` leaves Lightning's hooks as they are under DDPStrategy; `SeveralGroups` does not.
 """
@@ -111,7 +111,10 @@ class Grouping:
         parts.proxies.attach(world, parts.pl_module, self.real_optimizers, parts.merged, parts.trainer)
 
     def wrap(self) -> None:
-        """Wrap the module into a new DDP over the compute group, unless it is sharded, or one rank exchanges alone."""
+        """Wrap the module into a new DDP over the compute group.
+
+        The module stays unwrapped if it is sharded, its rank exchanges alone, or only a merged head is trained.
+        """
         parts, world, strategy = self._parts, self._parts.world, self._parts.strategy
         module = strategy.model = parts.pl_module
         parts.trainable.remember(module)
@@ -143,7 +146,6 @@ class Grouping:
             yield from average_of(model)
 
     def _reattach(self) -> None:
-        """Attach the current optimizers and form the same number of groups again."""
         world, parts = self._parts.world, self._parts
         if parts.epochs.is_open:
             raise UnsupportedError(
@@ -185,7 +187,7 @@ class Grouping:
             self.form(1)
 
     def form(self, groups: int, speeds: Mapping[int, float] | None = None) -> None:
-        """Form groups, of ranks of similar ``speeds`` or in the order of ranks, without the checks of `regroup`."""
+        """Form groups, of ranks of similar ``speeds`` or in the order of ranks, with `World.regroup`'s checks only."""
         world, parts = self._parts.world, self._parts
         before, spans = world.executor, parts.epochs.before_regroup()
         parts.proxies.unguard()

@@ -1,4 +1,4 @@
-"""`OmniStrategy`: Lightning's hooks, translated into calls on the world. It has no arithmetic and no sockets."""
+"""`OmniStrategy`: Lightning's hooks, translated into calls on the world."""
 
 from __future__ import annotations
 
@@ -99,8 +99,8 @@ class OmniStrategyHooks(_Base):
         validation: ``"wait"``: all groups synchronize and validate together. ``"published"``: inside an epoch one group
             validates while the others train on; see :doc:`/how-to/validation`.
         merged: name of a submodule that stays at the server, such as the last layers of a classifier. Each group's
-            batch passes through it there, one group at a time: its weights are never stale and never sent, only
-            activations and their gradients are. No effect with one group. See :doc:`/how-to/merged-head`.
+            batch passes through it there, one group at a time: its weights are never stale, and while groups train,
+            only activations and their gradients are sent. No effect with one group. See :doc:`/how-to/merged-head`.
         **ddp: arguments of DDPStrategy (``find_unused_parameters``, ``timeout``, ``start_method``, ...).
 
     Attributes:
@@ -190,7 +190,7 @@ class OmniStrategyHooks(_Base):
 
     @property
     def world(self) -> World:
-        """Return this rank's view of the run; raise `ConfigurationError` if there is none yet."""
+        """Return this rank's view of the run; raise `ConfigurationError` if this process has none."""
         return self.parts.world
 
     @property
@@ -220,7 +220,8 @@ class OmniStrategyHooks(_Base):
                 ``rebalance="auto"`` must have measured every rank.
 
         Raises:
-            ConfigurationError: ``groups`` is out of range, this is no batch boundary, or speeds are not known.
+            ConfigurationError: no fit runs, ``groups`` is out of range or does not work with this fit, this is inside
+                an accumulation window, or speeds are not known.
         """
         self.parts.grouping.regroup(groups, by_speed)
 
@@ -454,7 +455,7 @@ class OmniStrategyHooks(_Base):
 
     @override
     def on_train_end(self) -> None:
-        """Load one state of each optimizer on all ranks, after the last callback."""
+        """End training, after the last callback; several groups load one state of each optimizer on all ranks."""
         super().on_train_end()
         world, parts = self.world, self.parts
         if parts.nested.is_running:
@@ -500,8 +501,8 @@ class OmniStrategyHooks(_Base):
         """Wait for all ranks of the default process group, unless this rank has failed.
 
         The first barrier after Lightning has registered its signal handlers installs ours. A failed rank does not wait
-        in the barrier that ends a callback's save: its peers are elsewhere. In the recorder's group it gives the
-        recorder time to fetch state, since the run is over when a rank of that group has left.
+        in the barrier that ends a callback's save: its peers are elsewhere. In the recorder's group, or one that has
+        joined on its own, it gives the leader time to fetch state.
         """
         parts = self.parts
         if name == FIRST_BARRIER and is_fitting(parts.trainer) and not parts.nested.is_running:
@@ -526,11 +527,11 @@ class OmniStrategyHooks(_Base):
 
     @override
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce over ``group``, or the default process group, without counting the wait as compute time.
+        """Reduce over ``group``, or the default process group.
 
-        The mean number of batches, by which Lightning divides an epoch's metric, is reduced as a float. A
-        ``sync_dist_group=dist.group.WORLD`` of the training step, then the compute group, is replaced by the group of
-        all ranks.
+        Once several groups have trained, and while they do not, a mean of whole numbers, such as the batch sizes by
+        which Lightning divides an epoch's metric, is a float; and a ``sync_dist_group=dist.group.WORLD`` of the
+        training step, then the compute group, is replaced by the group of all ranks.
         """
         world = self.parts.current_world
         if self.parts.grouping.has_had_groups and world is not None and world.is_begun and not world.is_computing:

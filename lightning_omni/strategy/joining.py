@@ -88,7 +88,8 @@ class RunStates:
     """The state of a run, made by the recorder's group for joining groups.
 
     Attributes:
-        is_described: whether a checkpoint is made for groups that join: without optimizer state, its weights for hooks.
+        is_described: whether the checkpoint being made is for groups that join: without optimizer state, and with
+            weights only for hooks.
     """
 
     def __init__(self, parts: SharedParts) -> None:
@@ -225,7 +226,9 @@ class RunStates:
 
         Raises:
             UnsupportedError: the state of the run cannot be sent.
-            ConfigurationError: this group has another module, or other limits, callbacks, optimizers or schedulers.
+            ConfigurationError: this group has another module, or other limits, callbacks, optimizers, schedulers or
+                settings.
+            OmniError: as in `Connection.take_part`.
         """
         parts = self._parts
         joined = parts.world.take_part()
@@ -284,7 +287,7 @@ class RunStates:
     def hooks_are_over(self) -> None:
         """Load the run's state again after the hooks of the epoch's start.
 
-        The run had called them before: loading undoes their second effect, on learning rates for example.
+        The run had called them before: loading undoes their second effect.
         """
         if (tree := self._again) is None:
             return
@@ -385,7 +388,7 @@ def _check_functions(config: Any, theirs: Sequence[Sequence[tuple[int, float]]])
 
 
 def _check_tensors(module: Module, not_saved: Mapping[str, Tensor], tree: Mapping[str, Any]) -> None:
-    """Reject buffers and untrained parameters of another type or shape than the run's, because groups merge them."""
+    """Reject buffers and untrained parameters of another type or shape than the run's, and buffers that it lacks."""
     saved = {name: each for name, each in tensors_of(module).items() if isinstance(each, Tensor)}
     mine = {**saved, **not_saved}
     for name, theirs in tree["module"].items():
@@ -477,7 +480,7 @@ try:
     _DIRECTORY = os.getcwd()
 except OSError:  # it was deleted; `_obstacle` reports that
     _DIRECTORY = ""
-"""The directory in which the command was started: its paths may be relative, and the script may change it later."""
+"""The directory in which the command was started; the script may change it later."""
 
 
 class Rejoining:
@@ -529,7 +532,7 @@ class Rejoining:
         return self.is_armed
 
     def start_again(self) -> None:
-        """Kill all child processes, wait, and restart this process's command, unless Ctrl-C ends the wait."""
+        """Kill this process's ranks and loader workers, wait, and restart its command, unless Ctrl-C ends the wait."""
         wait = min(LONGEST_WAIT, 2.0**self._count)
         _log.warning(
             "%s. The group joins again in %.0f s, as a new one (number %d in a row): this process starts `%s` again",
@@ -593,7 +596,7 @@ def _behind(error: BaseException) -> Iterator[BaseException]:
 
 
 def _close_at_exec() -> None:
-    """Close the sockets and devices of libraries at `os.execve`, which frees their ports."""
+    """Close the sockets and devices of libraries at `os.execve`."""
     for name in os.listdir("/dev/fd"):
         with contextlib.suppress(OSError):  # the descriptor of the listing itself is closed already
             if int(name) > 2:

@@ -44,7 +44,6 @@ else:
 _log = logging.getLogger(__name__)
 
 POLL_SECONDS = 0.2
-"""Seconds between two polls of the children."""
 _LAUNCHER = "OMNI_LAUNCHER_PID"
 """Environment variable with the id of the process that started a rank."""
 GRACE = 5.0
@@ -78,7 +77,7 @@ def exit_process(code: int, reason: str) -> None:
 
 
 _observer: ChildObserver | None = None
-"""The observer of this process's children; the first fit of a script starts them, and later fits use them."""
+"""The observer of this process's children; the first run of a script starts them, and later ones use them."""
 _environment: dict[str, str] = {}
 """A copy of the environment before Lightning changes it."""
 

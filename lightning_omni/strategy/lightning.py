@@ -17,15 +17,15 @@ from lightning_omni.strategy.shared_parts import Namespace
 
 
 class OmniLauncher(OmniLauncherHooks, _SubprocessScriptLauncher):
-    """The subprocess launcher, which keeps a run alive when some ranks die."""
+    """The subprocess launcher."""
 
 
 class OmniProcesses(OmniProcessesHooks, _MultiProcessingLauncher):
-    """The multiprocessing launcher, which forks or spawns processes."""
+    """The multiprocessing launcher."""
 
 
 class NamespaceDDP(DDPStrategy):
-    """The DDPStrategy of this namespace, with other names that an OmniStrategy uses from it."""
+    """The DDPStrategy of this namespace, with other names that OmniStrategy uses."""
 
     namespace = Namespace(
         info=rank_zero_info,

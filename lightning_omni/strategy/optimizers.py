@@ -64,9 +64,9 @@ class Proxies:
     # --- Steps of the user's own -------------------------------------------------------------------------------------
 
     def guard(self, optimizers: Sequence[Optimizer]) -> None:
-        """Reject ``optimizer.step()`` outside exchanges, which would change one rank's weights.
+        """Reject ``optimizer.step()`` outside exchanges, which would change one rank's weights, until `unguard`.
 
-        This includes optimizers outside the Trainer.
+        While groups train, this includes optimizers outside the Trainer that hold weights of the module.
         """
         if self._hook is None:
             self._hook = register_optimizer_step_pre_hook(self._refuse)

@@ -1,4 +1,4 @@
-"""The parts of an OmniStrategy in one process: each has one task, and Lightning's hooks call them."""
+"""The parts of an OmniStrategy: each has one task, and Lightning's hooks call them."""
 
 from __future__ import annotations
 
@@ -26,8 +26,8 @@ class FitParts(SharedParts):
 
     Attributes:
         user_groups: the groups that the user chose, while a tuner chooses others.
-        listener: the listener to the hooks of a fit; None outside of a fit.
-        on_ready: called on every rank after the groups are formed and before the first batch, such as a tuner's.
+        listener: None outside of a fit.
+        on_ready: functions called on every rank after the groups are formed and before the first batch.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""The parts of an OmniStrategy that the others use: this rank's world, and what measures and leads a fit."""
+"""The parts of an OmniStrategy that the others use."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class SharedParts:
 
     Attributes:
         strategy: the parts use only Lightning's own attributes of it.
-        current_world: this rank's view of the run; None before there is one.
+        current_world: this rank's view of the run.
         server_process: the process of the embedded server before there is a world.
         is_evaluating: whether the Trainer validates, tests or predicts without a fit.
     """

@@ -42,7 +42,6 @@ GRACE = 30.0
 LONG_WAIT = 60.0
 """Seconds without progress after which a rank that waits in a collective of the user's code logs a warning."""
 _POLL_SECONDS = 0.25
-"""Seconds between two polls of the flags."""
 _HELD = 10.0
 """Seconds for which heartbeats do not pass on a SIGTERM that torchrun may have sent because a worker died.
 
@@ -80,7 +79,7 @@ class Signals:
     # --- Handlers -----------------------------------------------------------------------------------------------------
 
     def prepare(self, requeue: int | None) -> None:
-        """Store the present handlers, before Lightning registers its own."""
+        """Reset all flags, and store the present handlers, before Lightning registers its own."""
         self.is_stopping = self.is_told_to_end = self._requeues = self._requeued = False
         self._before = {number: signal.getsignal(number) for number in (signal.SIGTERM, requeue) if number is not None}
 
@@ -91,7 +90,9 @@ class Signals:
         leave: Callable[[], None],
         waiting: Callable[[], AbstractContextManager[None]],
     ) -> None:
-        """Replace Lightning's handlers, after it has registered them. Further calls do nothing.
+        """Replace Lightning's handlers, after it has registered them.
+
+        Further calls do nothing, nor does one outside the main thread or on the only rank of a run.
 
         ``leave`` is `EpochDriver.interrupt`; within ``waiting`` this rank waits for others.
         """
@@ -157,7 +158,7 @@ class Signals:
     def _requeue(self) -> None:
         """Save from the recorder's group and have the recorder requeue the job, as Lightning does.
 
-        A group that has joined saves nothing, as the run's state is at the server, and requeues its own job.
+        A group that has joined saves nothing, and requeues its own job.
         """
         self._requeued = True
         if self._world.registration is not None:

@@ -273,7 +273,7 @@ def load_callback_states(trainer: Trainer, checkpoint: dict[str, Any]) -> None:
 
 
 _FOLDER_ATTRIBUTES = ("dirpath", "_last_global_step_saved", "_last_checkpoint_saved")
-"""Attributes that ModelCheckpoint uses and does not save in its state."""
+"""Attributes that ModelCheckpoint uses and does not load from its state."""
 
 
 def output_folders(trainer: Trainer) -> dict[str, Any]:
@@ -321,7 +321,7 @@ _RECORD_ATTRIBUTES = (
     "_last_checkpoint_saved",
     "_defer_save_until_validation",
 )
-"""Attributes of ModelCheckpoint about the files that rank 0 has written."""
+"""Attributes of ModelCheckpoint about the saves of rank 0, and their scores."""
 
 
 def copy_checkpoint_records(trainer: Trainer, broadcast_from_recorder: Callable[[Any], Any]) -> None:

@@ -319,7 +319,7 @@ def is_at_last_batch(trainer: Trainer) -> bool:
 
 
 def batches_resumed(trainer: Trainer) -> int:
-    """Return the batches trained in the epoch that a fit resumes, or 0."""
+    """Return the batches trained in the epoch that a fit resumes; 0 if it resumes none, or a complete one."""
     if not trainer.fit_loop.restarted_mid_epoch:
         return 0
     batches = batches_trained(trainer)

@@ -32,7 +32,7 @@ def cached_metrics(trainer: Trainer) -> dict[str, Any]:
 
 
 def names_in_training(trainer: Trainer) -> set[str]:
-    """Return the names of the metrics that training, and no validation, has logged."""
+    """Return the names of the metrics that training has logged, also with Lightning's suffixes."""
     results: Any = trainer.fit_loop.epoch_loop._results
     names = {result.meta.name for result in results.values()}
     return names | {f"{name}_{suffix}" for name in names for suffix in ("step", "epoch")}
@@ -208,7 +208,7 @@ def validation_loaders(trainer: Trainer) -> list[Any]:
 
 
 def validation_sizes(trainer: Trainer) -> list[int] | None:
-    """Return the samples in a fit's validation datasets, -1 for one without a length.
+    """Return the samples in a fit's validation datasets, -1 for one without a length; [] without validation.
 
     Return None if loaders were not made yet, or those of another epoch may have other datasets.
     """
@@ -260,7 +260,7 @@ def _set_sampler(loader: DataLoader[Any], index: int, members: int) -> None:
 
 @contextmanager
 def capture_metrics(trainer: Trainer) -> Iterator[dict[str, dict[str, Any]]]:
-    """Return a context that captures a validation's metrics and omits the hooks of its end.
+    """Return a context that captures a validation's metrics and omits callbacks' hooks of its end.
 
     Yields:
         Dicts that afterwards hold the metrics for callbacks, progress bars and loggers.
@@ -288,7 +288,7 @@ def capture_metrics(trainer: Trainer) -> Iterator[dict[str, dict[str, Any]]]:
 def end_validation(trainer: Trainer, found: Mapping[str, Mapping[str, Any]], has_started: bool) -> None:
     """Pass metrics from `capture_metrics` to callbacks, progress bars and loggers.
 
-    Call the hooks of a validation's end, and unless it ``has_started`` those of its start.
+    Call callbacks' hooks of a validation's end, and unless it ``has_started`` those of its start.
     """
     connector: Any = trainer._logger_connector
     call = partial(call_module(trainer)._call_callback_hooks, trainer)

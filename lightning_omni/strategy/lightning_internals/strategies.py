@@ -1,4 +1,4 @@
-"""Private attributes of Lightning's strategies and launchers."""
+"""Private attributes of Lightning's strategies, modules and signals."""
 
 from __future__ import annotations
 

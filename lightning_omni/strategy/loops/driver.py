@@ -1,7 +1,7 @@
 """The driver of Lightning's training loop through epochs with leased samples.
 
-An epoch ends when all groups together have trained its samples. The loop is unchanged with static data, and with one
-group of all ranks that begins its epochs itself.
+An epoch ends when all groups together have trained its samples. It ends as in Lightning with static data, and with one
+group of all ranks unless several groups have begun it or ranks were lost.
 """
 
 from __future__ import annotations
@@ -66,7 +66,6 @@ class EpochDriver:
     """The driver of one strategy's epochs.
 
     Attributes:
-        published: the validations for which no group waits.
         is_open: whether a training epoch is under way.
         is_open_ended: whether the epoch ends with its samples, and not after a number of batches.
         is_cut_short: whether max_steps have ended the epoch early.
@@ -166,7 +165,10 @@ class EpochDriver:
     # --- An epoch ----------------------------------------------------------------------------------------------------
 
     def begin(self, epoch: int) -> None:
-        """Begin an epoch: the groups start to compute, and the server opens its samples. A second call does nothing."""
+        """Begin an epoch: the groups start to compute, and the server, if any, opens its samples.
+
+        A second call for it, or one before `start`, does nothing.
+        """
         if epoch == self._begun or not self._started:
             return
         self._begun = epoch
@@ -331,9 +333,9 @@ class EpochDriver:
         self.is_open_ended, self._epoch.validates = False, None
 
     def after_hooks_of_end(self) -> None:
-        """Stop all ranks if a hook of the epoch's end has requested it on any of them.
+        """Stop all ranks of several groups if a hook of the epoch's end has requested it on any.
 
-        Warn once if learning rates differ between ranks.
+        Warn once a fit if learning rates differ between ranks.
         """
         if not self.world.executor.exchanges:
             return
@@ -367,7 +369,7 @@ class EpochDriver:
             self._plateaus.validated(self.trainer, before, plan, batches, now.reference.batch)
 
     def own_batches(self, batches: float) -> float:
-        """Return this rank's batches in the epoch, by whose number a hook finds its last one."""
+        """Return ``batches``; in an open-ended epoch, a number that equals ``batch_idx + 1`` in the last batch only."""
         if not (self.is_open and self.is_open_ended) or loops_iterate(self.trainer):
             return batches
         trained = self.trainer.fit_loop.batch_idx + 1
@@ -438,7 +440,7 @@ class EpochDriver:
     def _stop_with_others(self, has_ended: bool, is_end: bool) -> None:
         """Make this synchronization the epoch's last, because a group has requested a stop.
 
-        Groups at validations make this one together, unless a group is already at its end.
+        Groups at a validation complete it together, unless a group is already at its epoch's end.
         """
         self._stopping = self._epoch.is_last = True
         self._epoch.has_ended = has_ended

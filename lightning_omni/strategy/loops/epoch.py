@@ -54,7 +54,7 @@ class LeasedData:
 
     @property
     def order(self) -> tuple[int, bool] | None:
-        """Return the seed of the epochs' order, and whether it is random: Lightning's, or the joined run's."""
+        """Return the seed of the epochs' order, and whether it is random: Lightning's, or the joined run's; or None."""
         sampler = self._sampler
         return self._order if self._order is not None or sampler is None else (sampler.seed, sampler.shuffle)
 
@@ -110,7 +110,7 @@ class LeasedData:
             world.process_groups.use(world.compute_group)
 
     def process(self, loader: object, rank: int, objection: Callable[[DataLoader[Any]], str]) -> object:
-        """Return a DataLoader with leased batches, if possible; otherwise the loader itself.
+        """Return a DataLoader with leased batches, if possible; otherwise the user's own.
 
         ``objection`` returns why a loader's use forbids leases, or "".
         """
@@ -246,7 +246,7 @@ class DataSizes(NamedTuple):
     validation: list[int] | None
 
     def difference(self, theirs: DataSizes) -> tuple[str, str, str] | None:
-        """Return in words what differs, and both values; None if nothing that is known does."""
+        """Return in words the first difference, and both values; None if nothing known differs."""
         if self.training != theirs.training:
             return "samples in the training dataset", str(self.training), str(theirs.training)
         if None not in (self.validation, theirs.validation) and self.validation != theirs.validation:
@@ -265,7 +265,6 @@ class EntryPoint(NamedTuple):
         samples: trained samples of this epoch when the groups last began to compute.
         progress: progress of the run then; earlier epochs may have had other lengths.
         split: see `split_of`.
-        sizes: samples in the run's datasets.
     """
 
     plan: EpochPlan
@@ -315,10 +314,7 @@ class EpochState:
     window: int = 0
 
     def check_window(self, window: int, counts: bool) -> None:
-        """Reject a change of ``accumulate_grad_batches`` inside an epoch whose steps are counted in samples.
-
-        Groups would change it at different samples.
-        """
+        """Reject a change of ``accumulate_grad_batches`` inside an epoch whose steps are counted in samples."""
         before, self.window = self.window, window
         if counts and before not in (0, self.window):
             raise UnsupportedError(

@@ -21,9 +21,7 @@ if TYPE_CHECKING:
 
 
 class FitLimits:
-    """Lightning's limits for all ranks together.
-
-    They are those of DDP, in samples: see `lightning_omni.wire.steps_and_samples`.
+    """Lightning's limits under DDP, in samples: see `lightning_omni.wire.steps_and_samples`.
 
     Attributes:
         max_steps: steps of DDP after which the run ends, or -1; in manual optimization loops count their group's own.

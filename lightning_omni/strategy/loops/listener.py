@@ -246,9 +246,9 @@ class Listener:
 
 
 class NestedRuns:
-    """Runs of the loop inside one of its hooks, by learning-rate finders, for which all ranks form one group.
+    """Runs of the loop inside a hook, by finders of learning rates or batch sizes, for which all ranks form one group.
 
-    Before several groups first train there is no server yet, and the original topology is simply restored. Between two
+    Before several groups first train there is no server yet, and the original topology is restored. Between two
     epochs the groups are merged, and formed again when the next epoch begins: until then the finder may restore its
     saved state.
     """

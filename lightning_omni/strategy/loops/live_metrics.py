@@ -29,11 +29,10 @@ class _TimedBatch:
     """A batch whose times are read when the device has completed it."""
 
     since: Any
-    """The timestamp at which the rank began to work on it, which is the end of the batch before it."""
+    """The timestamp at which the rank began to work on it: the end of the batch before it, unless interrupted."""
     waits: list[tuple[Any, Any]] = field(default_factory=list)
     """Start and end of each wait for other ranks, up to the end of the forward pass."""
     forward: Any = None
-    """The timestamp at which the forward pass was done."""
     until: Any = None
     in_forward: float = 0.0
     """Seconds of exchanges in the forward pass, for exclusive access to a merged head."""

@@ -83,7 +83,7 @@ class RunProgress:
         self.is_counted_together = saved.progress is not None or saved.cut.epoch != -1
 
     def restored(self) -> None:
-        """Prevent a run whose max_steps are taken from beginning, after the loops have loaded a checkpoint."""
+        """Keep a run that has made its max_steps from beginning, after the loops have loaded a checkpoint."""
         trainer, past = self.trainer, self.past
         if self.step_limit is None or past is None or past.epochs != trainer.current_epoch:
             return
@@ -224,7 +224,7 @@ class RunProgress:
     # --- Positions ---------------------------------------------------------------------------------------------------
 
     def moment(self, is_open: bool, is_open_ended: bool) -> tuple[Progress | None, SnapshotId]:
-        """Return the run's progress and its epoch's trained samples, for a checkpoint of one group or after the fit.
+        """Return the run's progress, and the trained ranges of an open-ended epoch, without a snapshot of the server.
 
         Return no progress if several groups have never trained: Lightning's counts suffice.
         """
@@ -241,7 +241,10 @@ class RunProgress:
         return self.progress, cut
 
     def trained(self, is_open_ended: bool) -> int:
-        """Return the trained samples of the current epoch, perhaps from Lightning's count of batches."""
+        """Return the trained samples of the current epoch, or 0 if the data is not leased.
+
+        With one group, unless ``is_open_ended``, they follow from Lightning's count of batches.
+        """
         if self.progress is None:
             return 0
         if is_open_ended or self._data.is_dynamic:
@@ -303,7 +306,7 @@ class RunProgress:
         self.step_limit = self.trainer.global_step
 
     def limit_for(self, max_steps: int) -> int | None:
-        """Return `step_limit`; raise `UnsupportedError` if the loops' ``max_steps`` has changed in mid-run."""
+        """Return `step_limit`; raise `UnsupportedError` if ``max_steps`` has changed in a fit of several groups."""
         if self.is_counted_together and self._begun_with not in (None, max_steps):
             raise UnsupportedError(
                 f"max_steps has changed from {self._begun_with} to {max_steps} inside a fit, and several groups were"
@@ -319,7 +322,7 @@ class RunProgress:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether a finished epoch of several groups is whole, because max_steps has not ended it."""
+        """Return whether steps are left at the end of an epoch of several groups: then it is whole."""
         return (
             self.is_counted_together and self.progress is not None and self.limits.steps_left(self.progress.steps) != 0
         )

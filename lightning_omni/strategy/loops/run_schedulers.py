@@ -98,7 +98,7 @@ class RunSchedulers:
             step_schedule(self._run.trainer, scheduler)
 
     def align(self, all_reduce_max: Callable[[list[int]], list[int]]) -> None:
-        """Step the schedulers of all ranks as far as any rank's, after a change of groups."""
+        """Step schedulers, but no ReduceLROnPlateau, as far as any rank's, after a change of groups."""
         every = [config.scheduler for config in self._run.trainer.lr_scheduler_configs]
         schedulers = [e for e in every if isinstance(e, LRScheduler) and not isinstance(e, ReduceLROnPlateau)]
         counts = [count_of(each) for each in schedulers]
@@ -110,7 +110,7 @@ class RunSchedulers:
                 scheduler.step()
 
     def counts_at(self, progress: Progress | None) -> list[tuple[int, ...]]:
-        """Return each scheduler's steps in the epoch, made and due at a progress; nothing for one that counts none."""
+        """Return schedulers' steps in the epoch, made and due at a progress: () if one counts none, [] if unpaced."""
         if not self.is_paced or progress is None:
             return []
         steps, configs = self._run.steps_at(progress), self._run.trainer.lr_scheduler_configs
@@ -133,7 +133,7 @@ class RunSchedulers:
 
 
 def count_of(scheduler: Any) -> int:
-    """Return a scheduler's own count; for a ChainedScheduler, that of one in it."""
+    """Return a scheduler's own count; for a ChainedScheduler, that of the first in it."""
     while not hasattr(scheduler, "last_epoch"):
         scheduler = vars(scheduler)["_schedulers"][0]
     return int(scheduler.last_epoch)

@@ -177,7 +177,7 @@ class PublishedValidation:
     def end_all(self) -> bool:
         """Wait for groups that evaluate, and pass all results to the callbacks, before the groups synchronize.
 
-        All ranks call it. Return whether a validation is missing because its group has died.
+        All ranks call it. Return whether a validation of this epoch is missing; False in further calls.
         """
         if not self.is_on or self._have_all_ended:
             return False
