@@ -1,1 +1,1 @@
-"""The tuning of a run: models of its time, the search, the callbacks that apply it, reports, and one device."""
+"""The tuning of a run (models of its time, the search, callbacks that apply it, reports), and of one device."""

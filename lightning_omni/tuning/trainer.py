@@ -1,4 +1,4 @@
-"""Lightning for both tuners: the namespace of a Trainer, its loggers, and a ``training_step`` without its loop."""
+"""Lightning for both tuners: a Trainer's namespace and loggers, checks, and the arguments of ``training_step``."""
 
 from __future__ import annotations
 
@@ -34,10 +34,10 @@ def folder_of(trainer: Trainer) -> Path | None:
 
 
 def arguments_of(step: Callable[..., Any]) -> tuple[int, ...]:
-    """Return the arguments of a training_step beside the batch: the batch's number, or none.
+    """Return the arguments of a class's training_step beside the batch: 0, the batch's number, or none.
 
     Raises:
-        ConfigurationError: it takes no batch.
+        ConfigurationError: its first argument is ``dataloader_iter``.
     """
     parameters = list(inspect.signature(step).parameters.values())[1:]
     if parameters and parameters[0].name == "dataloader_iter":
@@ -47,7 +47,7 @@ def arguments_of(step: Callable[..., Any]) -> tuple[int, ...]:
 
 
 def log_nothing(*_: Any, **__: Any) -> None:
-    """Replace ``log``."""
+    """Do nothing, in place of a function that logs."""
 
 
 def check_tunable(trainer: Trainer) -> None:

@@ -1,4 +1,1 @@
-"""Callbacks that make training faster, for both of Lightning's namespaces.
-
-Lightning is imported when one is created.
-"""
+"""Callbacks that make training faster, for both of Lightning's namespaces."""

@@ -40,7 +40,7 @@ _LARGER = {"acc", "accuracy", "auc", "auroc", "f1", "precision", "recall", "dice
 
 
 class OmniTunerHooks(_CallbackBase):
-    """A callback that chooses groups, method, momentum and learning rate for the shortest predicted time to the target.
+    """A callback that chooses groups, method, momentum and learning rate for the shortest predicted time to a target.
 
     The run begins in one group, whose first batches are timed. When a setting is predicted to be clearly faster, the
     run switches to it in the middle of the epoch; groups that prove not to pay are given up. The timed batches
@@ -53,17 +53,18 @@ class OmniTunerHooks(_CallbackBase):
     dataset.
 
     Args:
-        target: value of ``monitor`` that is to be reached soonest; None for the lowest loss at the end of the run.
+        target: value of ``monitor`` to reach; the log and the report state when it was reached. It changes no choice.
         monitor: name of a logged metric, which is compared with ``target`` at validations.
         space: the search space: any of ``"groups"``, ``"method"``, ``"period"``, ``"compression"``, ``"overlap"``,
             ``"all_reduce"``, ``"momentum"``, ``"lr"``, ``"rebalance"``, each a value, a list, or the smallest and the
-            largest value: ``{"groups": [1, 2, 4], "momentum": 0.9}``. By default groups are powers of two and the
-            number of ranks, momentum is 0 to 0.95 (or up to yours, if that is larger), the learning rate follows them,
-            and batches may be split by speed; how groups exchange, and how their members average gradients, is searched
-            unless the strategy has ``method=``, ``compression=`` or ``overlap=``.
+            largest value: ``{"groups": [1, 2, 4], "momentum": 0.9}``; and user-defined dimensions. By default groups
+            are powers of two and the number of ranks, momentum is 0 to 0.95 (or up to yours, if that is larger), the
+            learning rate follows them, periods are powers of two up to 32, and batches may be split by speed; methods,
+            wire formats and all-reduce formats are searched unless the strategy has ``method=``, ``compression=`` or
+            ``overlap=``.
         budget: part of the run's time that choosing and forming groups may take, from 0 to below 1. 0 changes nothing.
         retune_every: epochs between two checks, at an epoch's end, whether the setting is still the best; there are
-            others inside epochs. None for no checks.
+            others inside epochs. None checks for divergence only.
         mode: ``"min"`` or ``"max"``: whether a smaller or a larger ``monitor`` is better; None decides by its name
             (``"min"`` if it contains "loss" or "error", otherwise ``"max"``), and with a ``target`` a name that tells
             neither, such as "val_rmse", is refused.
@@ -71,10 +72,10 @@ class OmniTunerHooks(_CallbackBase):
 
     Attributes:
         choice: on rank 0, the latest `lightning_omni.tuning.search.Choice`.
-        searches: the run's searches, including those from before it was resumed with as many ranks; only rank 0's list
-            is complete.
-        problem: why nothing was searched; empty if there was no problem.
-        folder: on rank 0, the folder of the report; None if there is none.
+        searches: the run's searches, including those from before it was resumed, unless with other ranks or new
+            dimensions; only rank 0's list is complete.
+        problem: why nothing was tuned; otherwise empty.
+        folder: on rank 0 after training, the first logger's folder on this machine, for a report; otherwise None.
 
     Raises:
         ConfigurationError: an argument is wrong; the message names it.
@@ -148,7 +149,7 @@ class OmniTunerHooks(_CallbackBase):
 
     @property
     def omni_settings(self) -> str:
-        """Return the settings that groups share."""
+        """Return the arguments that must be equal in all groups that join a run."""
         return f"(space={dict(sorted(self._space.items()))}, budget={self.budget})"
 
     @property
@@ -167,7 +168,7 @@ class OmniTunerHooks(_CallbackBase):
 
     @property
     def problem(self) -> str:
-        """Return why nothing was searched."""
+        """Return why nothing was tuned."""
         return self._problem if self._fit is None else self._fit.run.problem
 
     @property
@@ -198,7 +199,7 @@ class OmniTunerHooks(_CallbackBase):
         run.strategy.parts.on_ready.append(self._fit.begin)
 
     def on_omni_launch(self, trainer: Trainer) -> None:
-        """Start a server for several groups, and import slow libraries, while the other ranks start."""
+        """Start a server if several groups may form, and import slow libraries, while the other ranks start."""
         self._load_libraries()
         if self.budget > 0 and may_form_groups(self._options, trainer):
             strategy_of(trainer).parts.launching.prepare_server()

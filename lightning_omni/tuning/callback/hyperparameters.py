@@ -25,7 +25,7 @@ class Hyperparameters:
 
     Raises:
         ConfigurationError: the optimizer has no weights (``configure_optimizers`` returned None), no learning rate
-            (Adafactor, if it finds its own), or one of 0.
+            (Adafactor, if it finds its own), or none above 0.
     """
 
     def __init__(self, optimizer: Optimizer, schedulers: Sequence[Any] = ()) -> None:
@@ -72,7 +72,10 @@ class Hyperparameters:
         return float(group["betas"][0] if "betas" in group else group.get("momentum", 0.0))
 
     def set_momentum(self, momentum: float) -> None:
-        """Set the momentum (or β1) of all parameter groups, unless a scheduler changes it."""
+        """Set the momentum (or β1) of all parameter groups, unless a scheduler changes it or the first group has it.
+
+        A momentum of 0 clears SGD's buffers.
+        """
         if not self.has_momentum or self._is_momentum_scheduled or momentum == self.momentum:
             return
         if not self._has_betas and momentum == 0:  # torch does not follow the buffers of one group from here on
@@ -87,7 +90,7 @@ class Hyperparameters:
                 group["momentum"] = momentum
 
     def make_default(self) -> None:
-        """Give the present momentum to parameter groups that are added later, as in finetuning."""
+        """Give the present momentum, if `is_momentum_free`, to parameter groups that are added later."""
         if self.is_momentum_free:
             name = "betas" if self._has_betas else "momentum"
             getattr(self._optimizer, "defaults", {})[name] = self._optimizer.param_groups[0][name]

@@ -45,9 +45,10 @@ class DivergenceGuard:
         return self._refused >= c.NON_FINITE_TOLERATED
 
     def mean(self, like: Tensor) -> Tensor:
-        """Return the running mean of the loss and 1, to be summed over ranks; NaN and 1 if too many were not finite.
+        """Return the running mean of the loss and 1, to be summed over ranks.
 
-        A rank that has trained nothing yet returns two zeros.
+        After too many losses or pushes in a row that were not finite it returns NaN and 1, and before any known loss
+        two zeros.
         """
         if self.has_given_up:
             return like.new_tensor([math.nan, 1.0])
@@ -65,7 +66,7 @@ class TrainingLosses(Serializable):
     """The training loss with one setting, and whether it is flat.
 
     Attributes:
-        first: loss at the start of the run.
+        first: loss at the start of the run; NaN if unknown.
         windows: mean loss of each window: an epoch, or a part of one.
         is_stale: whether its gradients are stale, because each group's gradient makes a step of its own.
         next_trial: number of windows after which another trial may begin.
@@ -118,9 +119,9 @@ class TrialOutcome(IntEnum):
     BETTER = 0
     """The trial has lowered the loss by more than the setting before is expected to."""
     NEITHER = 1
-    """The trial has lowered the loss by less than that."""
+    """The trial has lowered the loss by less than that, or not at all."""
     WORSE = 2
-    """The loss is higher than before the trial."""
+    """The loss is higher than before the trial, NaN or unknown."""
 
     @classmethod
     def of(cls, losses: Sequence[float], curve: TrainingLosses) -> TrialOutcome:
@@ -145,7 +146,7 @@ def _latest(losses: Sequence[float]) -> tuple[Sequence[float], Sequence[float]]:
 def lowers_more(losses: Sequence[float], curve: TrainingLosses) -> bool:
     """Return whether a trial's last batches have lower losses than the setting before is expected to reach.
 
-    That setting is expected to repeat its gain of the last `c.LONGER`-fold growth of its windows. A difference below
+    That setting is expected to repeat any gain of the last `c.LONGER`-fold growth of its windows. A difference below
     the standard error of the trial's mean does not count.
     """
     return curve.now - statistics.fmean(losses) > max(0.0, curve.gained) + _error(losses) + _rounding(curve)

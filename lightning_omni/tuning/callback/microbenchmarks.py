@@ -24,14 +24,15 @@ from lightning_omni.tuning.search import constants as c
 from lightning_omni.wire.all_reduce import all_reduce_of
 
 MESSAGE_BYTES = 1 << 16, 1 << 18, 1 << 20
-"""Sizes of timed messages, in bytes. The first that takes much longer than an empty message is the last."""
+"""Sizes of timed messages, in bytes. One that takes much longer than an empty message is the last, except the first in
+`seconds_per_byte`."""
 
 
 def seconds_per_byte(timed: Callable[[int], float], nbytes: int) -> float:
     """Return the seconds that each byte adds to a message, by two messages that differ in their bytes alone.
 
     Neither is nearly empty, because many links send first bytes at once, unless ``nbytes``, those of a gradient, are
-    less than all `MESSAGE_BYTES`. ``timed`` returns the seconds of a message with a number of four-byte values.
+    at most the least of `MESSAGE_BYTES`. ``timed`` returns the seconds of a message with a number of four-byte values.
     """
     short = seconds = timed(1)
     count, per_byte = 1, 0.0
@@ -80,12 +81,10 @@ class Microbenchmarks:
 
     @cached_property
     def round_trip(self) -> float:
-        """Return the seconds of a nearly empty message to another rank and back: the shortest of a few.
-
-        An all-gather of one number sends as many messages, one after the other, as there are other ranks.
-        """
+        """Return the seconds of a nearly empty message to another rank and back: the shortest of a few."""
         if self._has_device:
             return 2 * self._seconds_between_hosts(1)
+        # An all-gather of one number sends as many messages, one after the other, as there are other ranks.
         own = self._shortest(lambda: gather(self._world, [0.0]))
         return 2 * gather(self._world, [own])[0][0] / max(1, len(self._world.members) - 1)
 
@@ -118,7 +117,8 @@ class Microbenchmarks:
     def sites(self) -> Sites:
         """Return the sites, nodes joined by fast links, and the times of messages over the slowest link within one.
 
-        The nodes are returned if all links are alike, or if links are not the cause of a slow all-reduce.
+        The nodes are returned if there are fewer than three, if all links are alike, or if links are not the cause of a
+        slow all-reduce.
         """
         nodes = self._world.server.nodes_of(self._world.members)
         firsts = [nodes.index(node) for node in sorted(set(nodes))]
@@ -144,7 +144,7 @@ class Microbenchmarks:
     def time_averaging(self, formats: tuple[str, ...]) -> None:
         """Time the arithmetic of those all-reduce formats that were not timed yet.
 
-        Of PowerSGD only the largest rank is timed; smaller ones take hardly less.
+        Of PowerSGD only the largest rank is timed.
         """
         wanted = {each: all_reduce_of(each) for each in formats if each not in self.averaging}
         if not wanted:

@@ -1,4 +1,4 @@
-"""Tuning by a run's own first batches: they are timed until a faster setting is clear, and the run switches to it."""
+"""Tuning by a run's first batches: they are timed until a decision, which may switch the run to a faster setting."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ class TimedStep:
     Attributes:
         own: compute time in seconds, with the optimizer's step and hooks, without waits for others.
         seconds: from the end of the last step to the end of this one.
-        loss: mean over the rank's samples, before the step.
+        loss: mean over the rank's batches, before the step.
         loading: seconds of ``own`` spent waiting for the data loader.
         squares: squared lengths of this rank's gradient and of the mean gradient; empty if unknown.
     """
@@ -128,7 +128,7 @@ class FirstBatches:
         return not self._moments
 
     def seen(self) -> Observation | None:
-        """Return the observation of all ranks so far; None if it is too small. All ranks call it."""
+        """Return all ranks' observation, None if it is too small, and begin to wait for the next. All ranks call it."""
         self._seen = self._moments.pop(0)
         rows: list[list[TimedStep]] = gather_values(self._world, self._steps, list[TimedStep])
         count = min(map(len, rows))
@@ -222,10 +222,7 @@ class _Decision:
     batches: int = 0
 
     def trained(self) -> bool:
-        """Count a step, and return whether to poll rank 0: after 1, 2, 4, 8 steps, and so on.
-
-        A poll takes as long as a short batch.
-        """
+        """Count a step, and return whether to poll rank 0: after 1, 2, 4, 8 steps, and so on."""
         self.batches += 1
         return self.batches & (self.batches - 1) == 0
 
@@ -444,7 +441,7 @@ Found = TypeVar("Found")
 
 SWITCH_INTERVAL = 1e-4
 """Seconds after which a thread that only computes lets training continue, which waits for Python's lock after every
-operation on tensors. With Python's default of 5 ms, a batch would last as long as the computation."""
+operation on tensors."""
 
 
 def run_in_background(find: Callable[[], Found]) -> Future[Found]:

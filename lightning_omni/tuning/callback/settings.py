@@ -281,8 +281,8 @@ class AppliedSetting:
     def watch(self, threshold: float, keeps: bool = False) -> None:
         """Treat the run as diverged from now on if its loss exceeds a threshold; NaN for none.
 
-        ``keeps`` tells whether a larger threshold from before stays. Without a rollback point, or with the user's own
-        setting, nothing is watched.
+        ``keeps`` tells whether a larger threshold from before stays. Without a rollback point nothing is watched,
+        nor with the user's own setting, which drops the point.
         """
         state = self._run.state
         known = [each for each in (threshold, state.divergence_threshold if keeps else math.nan) if math.isfinite(each)]
@@ -294,7 +294,7 @@ class AppliedSetting:
 
     @property
     def is_user_setting(self) -> bool:
-        """Return whether the run makes the same updates as without a tuner, which then causes no divergence."""
+        """Return whether the choice makes the updates of a run without a tuner, which then causes no divergence."""
         setting, own = self._run.state.setting, self._run.state.own
         if setting is None or own is None or setting.groups > 1:
             return False
@@ -329,7 +329,7 @@ class AppliedSetting:
             self.rollback_point.keep_weights()
 
     def roll_back(self) -> Command:
-        """Restore the rollback point, in one group with the user's own setting; report how."""
+        """Restore the rollback point, in one group with the user's setting for good; return a command to report."""
         run, was = self._run, self._run.setting
         assert self.rollback_point is not None
         run.strategy.parts.grouping.merge()

@@ -64,12 +64,7 @@ class TimedBatches:
 
 @dataclass(frozen=True)
 class Speed:
-    """The speed of all ranks together, while they train.
-
-    Attributes:
-        seconds: seconds that all ranks together take for the samples.
-        error: relative standard error of the seconds.
-    """
+    """The seconds that all ranks together train for ``samples``, with their relative standard error."""
 
     samples: float
     seconds: float
@@ -324,7 +319,10 @@ class ForecastCheck:
         return [*(each for each in run.state.segments if each.setting != setting), segment]
 
     def _refutes(self, search: Search, setting: Setting, speed: Speed) -> Command | None:
-        """Return a command for one group; None if groups of that speed may be worth their samples."""
+        """Choose one group and return its command, unless groups of that speed may be worth their samples.
+
+        With one group, return None, too.
+        """
         one = best_by_forecast(search, groups=1)
         theory = search.theory
         one_at_least = math.log(search.prediction(one).samples_per_second.low)

@@ -71,7 +71,7 @@ class Fit:
         """Act before the first batch; the groups are formed."""
 
     def interrupted(self) -> None:
-        """Act before an epoch's batches, and before a validation: the next batch does not take the time until it."""
+        """Act before an epoch's batches, and before a validation: the time until the next batch does not count."""
 
     def batch_starts(self) -> None:
         """Act before a batch."""
@@ -89,7 +89,7 @@ class Fit:
         """Act after training."""
 
     def close(self) -> None:
-        """Stop all measurements."""
+        """Stop all measurements, and undo what another fit would inherit."""
 
 
 class TunedFit(Fit):
@@ -342,7 +342,8 @@ def follow_groups(own: Setting, groups: int, method: Method, scaling: Scaling, s
 
     With g groups whose pushes are applied one after the other, the explicit momentum is lowered for the implicit one of
     1 - 1 / g (`explicit_for`). The learning rate moves the weights as far in the time of a batch, which has g updates
-    now (`Scaling`). Nothing changes for methods that average the groups, or wait for all of them. ``own`` is the user's
+    now (`Scaling`). Nothing changes for methods that average the groups, or wait for all of them. Both values
+    stay within ``space``. A rate that the server divides by the staleness is multiplied by it. ``own`` is the user's
     setting, of one group.
 
     Example:

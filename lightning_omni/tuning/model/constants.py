@@ -5,7 +5,7 @@ from __future__ import annotations
 # --- Hardware efficiency (`profile`, `queueing`) ----------------------------------------------------------------------
 
 QUANTILES = 64
-"""Equally likely values that represent a rank's jitter."""
+"""Number of equally likely values that represent a rank's jitter."""
 POOLED = 8.0
 """Weight of the pooled jitter of all ranks in the jitter of each, in steps."""
 COMMON = 1e-3
@@ -35,7 +35,7 @@ BLOCKS, TAIL = 8, 3
 # --- Splits of a batch, and stragglers (`steps`) ----------------------------------------------------------------------
 
 SPLIT_WARM_UP = 5
-"""Number of first batches to skip, in which memory is allocated, kernels are selected and caches are filled."""
+"""Number of first batches to skip."""
 SPLIT_WINDOW, SPLIT_FEWEST = 20, 3
 """Largest and smallest number of batches in the median of a rank's speed."""
 SPLIT_AT_ONCE = 0.25

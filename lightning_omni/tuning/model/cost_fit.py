@@ -107,7 +107,7 @@ def _costs_of_steps(samples: Array, own: Array) -> tuple[Array, Array]:
 def _independent(rows: Array) -> Array:
     """Return jitter, shape (members, draws, steps), without the part that clearly prolongs a step of all members.
 
-    More groups would not reduce that part, which a shared disk or a callback may cause.
+    More groups would not reduce that part.
 
     References:
         Fisher 1925 (analysis of variance); James and Stein 1961 (shrinkage of a few means to the mean of all).

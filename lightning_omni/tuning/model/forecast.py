@@ -68,7 +68,7 @@ class Setting(Serializable):
 
     @property
     def exchange(self) -> str:
-        """Describe how gradients and weights travel; empty for the plain or unspecified way."""
+        """Describe how gradients and weights travel; unspecified parts, fp32, period 1 and no overlap are left out."""
         return ", ".join([*self._named_method, *self._pace] if self.groups > 1 else self._averaged)
 
     @property
@@ -100,7 +100,7 @@ class Scaling:
 
     A group has a g-th of the batch, so each sample moves the weights equally if the rate is a g-th, too; momentum m
     multiplies the total effect of a gradient by 1 / (1 - m). The *step* of a setting is rate × g / (1 - m). Adaptive
-    optimizers divide by the size of gradients, which cancels both; for them the square root of the batch is usual.
+    optimizers divide by the size of gradients, which cancels both; their step is rate × √g, as is usual.
 
     Example:
         >>> Scaling().step(Setting(groups=1, momentum=0.9, lr=0.1)), Scaling().lr(groups=4, momentum=0.6, step=1.0)

@@ -30,7 +30,7 @@ class Measured(Serializable):
         hands_on: whether leaders forward answers to the other members, over the links of their all-reduce.
         nodes: for each rank, its node; or its site, if links between some nodes are much faster. It is empty if each
             rank has links of its own, or all are on one node.
-        server_node: node of a single server, existing or not; None if it is on none of these, or unknown.
+        server_node: node of all servers, existing or not; None if they are on none or on each of these, or unknown.
         node_round_trip: ``round_trip`` between two ranks on one node, or at one site.
         node_per_byte: seconds of each byte of such a message, one way.
         copy_per_byte: seconds of each byte between a rank's device and its host, which exchanges cross, the mean of

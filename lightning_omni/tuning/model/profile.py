@@ -1,12 +1,13 @@
 """Hardware efficiency: seconds per update of any grouping, from a model fitted to measured steps of one group.
 
-    step of a group = E[max over members of compute time] + all-reduce + exchange / H
+    step of a group = E[max over members of compute time] + all-reduce + rest + exchange / H
     compute time of a rank = (overhead + samples × seconds per sample) × jitter, with the measured jitter
     all-reduce of k members = (k - 1) / k × 2 a + (k - 1) × 2 l
     exchange = delay + service at shared resources, and the wait for it (`lightning_omni.tuning.model.queueing`)
 
-Here a is the time of the gradient's bytes on a link, and l that of one message. Without a barrier, groups wait for
-each other only at shared resources, so an update follows every 1 / Σ 1 / (step of each group) seconds.
+Here a is the time of the gradient's bytes on a link, l that of one message, H the number of local steps between
+exchanges, and the rest a time that is equal in all groupings. Without a barrier, groups wait for each other only at
+shared resources, so an update follows every 1 / Σ 1 / (step of each group) seconds.
 
 With S servers, each takes 1 / S of the service. The delay that does not depend on bytes counts twice, because the
 servers agree on each update. If each node has a server, 1 / S of an exchange crosses no link.
@@ -51,7 +52,7 @@ class Prediction:
     """The predicted speed of a grouping.
 
     Attributes:
-        seconds_per_update: seconds per push of any group; with H > 1, per local step of any group.
+        seconds_per_update: seconds per local step of any group.
         samples_per_second: total over all groups.
         parts: seconds per update that ``"compute"``, ``"allreduce"``, ``"exchange"`` (its delay), ``"serve"``, and
             ``"link"`` take. The first three are divided among the groups; no update is faster than any part.
@@ -103,7 +104,7 @@ class Profile:
         ``draws`` is the number of resampled fits for the intervals.
 
         Raises:
-            ConfigurationError: ``measured`` is empty or mixes different ranks, or ``draws`` is below 2.
+            ConfigurationError: ``measured`` is empty or mixes different ranks, or ``draws`` is no whole number above 1.
 
         References:
             Lawson and Hanson 1974 (least squares without negative costs); Künsch 1989 (resampling of blocks).
@@ -144,10 +145,11 @@ class Profile:
                 answers only.
             all_reduce: format of gradients in a group, as in ``Compression(all_reduce=...)``; ``"fp32"`` as measured.
 
-        The intervals, of probability 0.8, cover noise in the measurements, not errors of the model.
+        The intervals, of probability 0.8, cover noise in the measurements and the error of forecast exchanges, but no
+        other errors of the model.
 
         Raises:
-            ConfigurationError: an argument is out of range, or needs what was not measured.
+            ConfigurationError: an argument is wrong, or needs what was not measured.
         """
         plan = self._plan(self.model, rebalance, exchanging, all_reduce)
         topology, _ = self._fastest_topology(groups, plan)
@@ -166,7 +168,7 @@ class Profile:
         exchanging: ExchangePattern | None = None,
         all_reduce: str = "fp32",
     ) -> float:
-        """Return the most likely speed, as `predict` does, without intervals and in a fiftieth of the time."""
+        """Return the speed by the fit without resampling: about that of `predict`, and much quicker."""
         plan = self._plan(self.model.likely, rebalance, exchanging, all_reduce)
         topology, rate = self._fastest_topology(groups, plan)
         return float(plan.outcome(topology).samples_rate[0]) if rate is None else rate
@@ -235,14 +237,14 @@ class Profile:
 
         Args:
             ranks: number of ranks, copied cyclically from the measured ones.
-            bandwidth: bytes per second of the server's link, and between the members of a group.
+            bandwidth: bytes per second of the server's link, and of links between nodes.
             latency: seconds of one message, on both.
             servers: number of parameter servers, which agree by one more message each way.
-            per_node: whether each node runs one server.
+            per_node: whether each node runs one of ``servers``.
             batch_size: mean samples per rank and step.
 
         Raises:
-            ConfigurationError: an argument is out of range, or the bytes for a bandwidth were not measured.
+            ConfigurationError: an argument is wrong or missing, or the bytes for a bandwidth were not measured.
 
         Example:
             >>> measured = Measured((0, 1), ((8,) * 9,) * 2, ((0.1,) * 9,) * 2, (0.1,) * 9)

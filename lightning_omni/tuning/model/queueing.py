@@ -139,7 +139,7 @@ def residence(think: Array, variance: Array, service: Array) -> Array:
     with one group fewer, and half of the current service remains, because all services take the same time. Without any
     scatter, groups would fall into a rhythm in which no group waits below saturation. Real groups are in between: for
     two groups of spread σ that seldom collide, a queue is σ²/s² of the queue with random arrivals; near saturation
-    it is all of it.
+    it is most of it, unless σ is small.
 
     Args:
         think: seconds of a cycle elsewhere, shape (draws, groups).
@@ -269,7 +269,7 @@ def _residence_of_many(counts: Array, think: Array, demand: Array, parts: Array)
 
 
 def _residence_of_one(groups: int, think: float, scatter: float, service: float) -> float:
-    """Compute `_residence_of_equals` bitwise with floats, nineteen times faster than with arrays of one element."""
+    """Compute `_residence_of_equals` bitwise with floats, faster than with arrays of one element."""
     cycle = rhythm = max(think + service, groups * service)
     queue = busy = 0.0
     for group in range(1, groups + 1):
@@ -285,7 +285,7 @@ def _residence_of_one(groups: int, think: float, scatter: float, service: float)
 
 @cache
 def _picked(groups: int, quantiles: int, chains: int) -> Array:
-    """Return the index of the time that each group takes, all equally often, shape (2, cycles, chains, groups).
+    """Return the index of the time that each group takes, all about equally often, shape (2, cycles, chains, groups).
 
     The first axis is hidden steps, then others.
     """

@@ -48,7 +48,7 @@ class StepTimer:
 
 
 def parts_of_step(step: float, forward: float, exchange: float) -> dict[str, float]:
-    """Return the seconds of a step in the forward pass, the exchange, and the rest; empty before a step was timed.
+    """Return the seconds of a step to the end of the forward pass, of the exchange, and the rest; empty if untimed.
 
     The rest is the backward pass, the all-reduce and waiting for the group.
 

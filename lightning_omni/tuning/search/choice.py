@@ -29,10 +29,7 @@ def cheapest(options: Sequence[Option], log_cost: Callable[[Option], float], ord
 
 @dataclass(frozen=True)
 class Choice(Serializable):
-    """The setting that a search has chosen, with its reasons.
-
-    ``why`` is a sentence for the user.
-    """
+    """The setting that a search has chosen, with its reasons for the user."""
 
     setting: Setting
     why: str
@@ -156,12 +153,11 @@ def _least_gain(setting: Setting) -> float:
 def verdict(evidence: Evidence, is_early: bool = False, may_stay: bool = True, can_wait: bool = False) -> str:
     """Return "change" if another setting is certainly better, "nothing" if none is, and "" if neither is certain.
 
-    The interval of the hardware forecast narrows with every measured batch. The uncertainty of the samples does not, so
-    a part of its standard deviation always counts against a change.
+    A part of the standard deviation of the predicted samples always counts against a change.
 
     With ``is_early``, only proportional batches may be decided on, which leave the updates unchanged. Without
     ``may_stay``, "nothing" is not returned. With ``can_wait``, measuring more costs little, and step times that scatter
-    much decide nothing: a gain is certain before it is certain which setting gains most.
+    much decide nothing.
     """
     start = evidence.start
     if is_early and start == evidence.spec.start:
@@ -184,7 +180,7 @@ def verdict(evidence: Evidence, is_early: bool = False, may_stay: bool = True, c
 def _speed_up(evidence: Evidence, one: Setting, other: Setting) -> tuple[float, float]:
     """Return the lower and upper bound of another setting's speed-up, by the intervals of the hardware forecast.
 
-    The errors of both settings are treated as independent; they share the same steps, so the true interval is narrower.
+    The errors of both settings are treated as independent.
     """
     now, then = (evidence.prediction(each).samples_per_second for each in (one, other))
     ratio = then.value / now.value

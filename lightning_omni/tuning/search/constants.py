@@ -37,7 +37,7 @@ FIRST_DECISION, DECISIONS = 3, 5
 decisions, each after twice as many steps as the one before. From the second one on, every setting is considered."""
 WAITING_SHARE, FEW_RANKS = 0.01, 4
 """Part of a run's steps. Before it, a decision on more than proportional batches needs step times that scatter little,
-unless it is the last decision, or the run has no more than so many ranks."""
+unless it is the last decision, or no more than so many groups may form."""
 LARGEST_PERIOD = 32
 """Most local steps between two exchanges that a search considers by default, in powers of two."""
 RELATED = 0.3
@@ -47,7 +47,7 @@ BEYOND, FARTHEST = 0.1, 2.0
 """Added to the prior's standard deviation for each interval between a setting and the end of the table; and intervals
 over which costs are extrapolated linearly, after which they stay constant."""
 LARGEST_STEP = 1.3
-"""Largest step that the prior may suggest, relative to the user's own."""
+"""Largest step that the prior or scikit-optimize may suggest, relative to the user's own."""
 LONGER, FLAT = 1.6, 0.05
 """A training loss is flat if, while the number of windows grew by the first factor, it fell by less than the second
 part of the reduction since the start, and by less than `CLEAR_CHANGE` of itself."""
@@ -66,12 +66,12 @@ FALSE_ALARM = 0.05
 """Probability that noise alone makes an unchanging run look changed, over any number of epochs."""
 NON_FINITE_TOLERATED = 8
 """Non-finite pushes in a row after which a group gives up the epoch. As many non-finite losses in a row count as
-divergence, too: groups with weights of their own may push finite values in between."""
+divergence, too."""
 NEWEST_LOSS = 0.05
 """Weight of the newest loss in the running mean that detects divergence."""
 MESSAGES, CLEARLY_LONGER = 5, 10.0
-"""Timed messages, of which the shortest counts, because one may have waited for a late rank; and the ratio to the time
-of an empty message above which a message's time shows the cost of its bytes."""
+"""Timed messages, of which the shortest counts; and the ratio to the time of an empty message above which a message's
+time shows the cost of its bytes."""
 OTHER_LINK = 3.0
 """Ratio of a message's time to that over the fastest link between consecutive nodes, above which the link leads to
 another site."""

@@ -97,7 +97,7 @@ class Observation(Serializable):
 class TrainedSegment(Serializable):
     """The ratio of measured to predicted time of a segment that a run trained with a chosen setting.
 
-    The ratio multiplies the predictions of later fits of the hardware model. If one group is timed again because groups
+    The ratio corrects the predictions of later fits of the hardware model. If one group is timed again because groups
     were slow, the speed is kept instead, and compared with the new prediction.
 
     Attributes:
@@ -246,7 +246,7 @@ class Evidence:
         return _pattern_of(setting.method, setting.period, setting.wire, setting.overlap, self.profile.model.nbytes)
 
     def log_time(self, setting: Setting) -> float:
-        """Return the logarithm of the time to the target, up to a constant; a search minimizes it."""
+        """Return the logarithm of the time to the target, up to a constant."""
         return self.theory(setting) - math.log(max(self.throughput(setting), 1e-12))
 
     def speed_up(self, setting: Setting, baseline: Setting) -> Estimate:
@@ -349,13 +349,13 @@ class PlannedEvidence(Evidence):
 
 
 def scatter(measured: Sequence[Measured]) -> float:
-    """Return the coefficient of variation of step times about each rank's mean."""
+    """Return the coefficient of variation of compute times about each rank's mean."""
     relative = [np.array(row) / np.mean(row) for each in measured for row in each.own]
     return float(np.concatenate(relative).std())
 
 
 def mean_error(measured: Sequence[Measured]) -> float:
-    """Return the relative standard error of a rank's mean step time, by the scatter of all ranks."""
+    """Return the relative standard error of a rank's mean compute time, by the scatter of all ranks."""
     return scatter(measured) / math.sqrt(sum(len(each.own[0]) for each in measured))
 
 

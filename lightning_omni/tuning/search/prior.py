@@ -1,6 +1,7 @@
 """Costs of settings in samples before a run has shown anything: a table that was measured in the simulator.
 
-``prior.json`` holds the rows, geometric means over tasks. ``tests/benchmarks/prior.py`` generates it.
+``prior.json`` holds the rows, geometric means over tasks, or medians for `STREAMING`. ``tests/benchmarks/prior.py``
+generates it.
 
 Rule 1: a step is how far each sample moves the weights, relative to the user's own: `Scaling` for methods whose
 optimizer steps at the server for every group's gradient, and the same without the factor for groups elsewhere.
@@ -54,9 +55,10 @@ class PriorRow(Serializable):
         is_adaptive: whether the optimizer was AdamW instead of SGD.
         times: name of the distribution of step times.
         scatter: coefficient of variation of a group's step times.
-        momentum: the momentum that needed the fewest samples to a held-out loss (β1 of AdamW).
+        momentum: the momentum that needed the fewest samples to a held-out loss (β1 of AdamW); for `STREAMING`,
+            that of local SGD, as is ``step``.
         step: the step that needed them, relative to the user's own.
-        log_cost: logarithm of these samples, relative to those of synchronous training.
+        log_cost: logarithm of these samples, relative to those of synchronous training; at least 0.
         deviation: standard deviation of ``log_cost`` from task to task, with the error of the mean.
         tasks: number of measured tasks; 0 if the row was derived from its neighbours.
         seeds: number of orders of the data.
@@ -171,7 +173,7 @@ class Prior:
     ) -> tuple[float, float]:
         """Return the log samples to a target, relative to the user's synchronous setting, and their standard deviation.
 
-        ``momentum`` and ``step`` are the best if None; ``wire`` tells whether pushes travel in a lossy format;
+        ``momentum`` and ``step`` are the best if None; ``wire`` tells whether the wire format is lossy;
         ``all_reduce`` is empty for the run's own. Other arguments are as in `suggested`.
         """
         variants = [self.all_reduce.get(is_adaptive, {}).get(all_reduce, self.wire)] if all_reduce else []

@@ -56,7 +56,7 @@ class Dimension(ABC):
 
     @abstractmethod
     def axis(self, known: Any) -> list[Any]:
-        """Return the values to choose from, given the `Evidence`; rank 0 calls it, often in a second thread."""
+        """Return numbers, texts or booleans to choose from, given `Evidence`; rank 0 calls it, often in a thread."""
 
     @abstractmethod
     def current(self, world: Any) -> Any:
@@ -266,7 +266,7 @@ def checked_axis(dimension: Dimension, known: Any) -> list[Any]:
     """Return the values of a user-defined dimension.
 
     Raises:
-        ConfigurationError: they are no list of plain values.
+        ConfigurationError: they are no list of one or more plain values.
     """
     axis = dimension.axis(known)
     if not isinstance(axis, list) or not axis or not all(map(is_plain, axis)):
@@ -297,9 +297,9 @@ class SearchSpec(Serializable):
 
     Args:
         start: the setting of one group that the run uses without a search: the user's own.
-        batch: samples of all ranks in one batch.
+        batch: samples of all ranks in one optimizer step.
         horizon: samples that the run will still train on.
-        switch: seconds to form groups, as measured in this run.
+        switch: seconds to form groups.
         budget: part of the run's time that choosing and forming groups may take.
         allowance: seconds of the budget that the run has earned and not spent.
     """
@@ -319,5 +319,5 @@ class SearchSpec(Serializable):
         return Serializable.to_dict(replace(self, space=replace(self.space, further=())))
 
     def can_wait(self, steps: int) -> bool:
-        """Return whether measuring more pays: the run has many ranks, and the steps are a small part of it."""
+        """Return whether measuring more pays: many groups may form, and the steps are a small part of the run."""
         return max(self.space.groups) > c.FEW_RANKS and steps < c.WAITING_SHARE * self.horizon / self.batch
