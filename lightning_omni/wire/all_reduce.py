@@ -3,10 +3,9 @@
 Like a wire format, an all-reduce format is a frozen value. It defines how the members of one group form one gradient,
 and nothing about exchanges between groups. This module has the arithmetic alone: `AllReduce.average` yields each
 tensor to average over the members, and is sent the mean. The caller computes the mean: torch.distributed between
-ranks, or the identity where a simulator has computed the whole group's gradient.
+ranks, or the identity in simulations.
 
-Rule 1: all members do the same at the same point; the tensors that they yield have one shape and dtype on all of
-them.
+Rule 1: all members yield tensors of the same shapes and dtypes in the same order.
 Rule 2: the part of its gradients that a member has not sent yet is kept in its `Unsent`: summed over members, the
 sent parts and the kept ones are the gradients.
 Rule 3: a gradient that is not finite stays so and leaves no trace: a loss scaler skips the step, or a server refuses
@@ -114,7 +113,7 @@ class PowerSGD(AllReduce, frozen=True, kw_only=True, tag="powersgd"):
             sent whole.
 
     Raises:
-        ConfigurationError: the rank is not above 0, or the dtype is unknown.
+        ConfigurationError: the rank is no whole number above 0, or the dtype is unknown.
 
     Example:
         >>> PowerSGD(rank=4).nbytes([(500, 800), (500,)]) / Exact().nbytes([(500, 800), (500,)]) < 1 / 50

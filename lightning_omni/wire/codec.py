@@ -36,7 +36,7 @@ def pack(tree: Any) -> tuple[Packed, Tensor]:
         tree: nested dicts, lists, tuples, numbers, strings, bytes, None and tensors.
 
     Returns:
-        The plain part, and a uint8 buffer ``(nbytes,)`` with a copy of the tensors.
+        The plain part, and a uint8 buffer ``(nbytes,)`` on the CPU with a copy of the tensors.
 
     Example:
         >>> packed, buffer = pack({"betas": (0.9, 0.99), "step": torch.tensor(3.0)})

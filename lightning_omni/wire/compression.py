@@ -13,7 +13,7 @@ from lightning_omni.wire.formats.base import RAW, WireFormat, to_wire
 
 @dataclass(frozen=True)
 class Compression:
-    """The formats in which a run sends tensors. A text in its place is the format of pushes.
+    """The formats in which a run sends tensors. A text or `WireFormat` in its place is the format of pushes.
 
     The formats of pushes and pulls are ``"fp32"``, uncompressed; ``"bf16"`` or ``"fp16"``, half the bytes; ``"int8"``,
     about a quarter; ``"topk:0.01"``, the largest hundredth of the elements with their positions; or a value such as

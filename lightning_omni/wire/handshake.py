@@ -2,7 +2,7 @@
 
 Rule 1: a rank proves that it holds the run's key with a MAC over both nonces; the server proves the same in return.
 Rule 2: a process without the key learns nothing but version and nonces.
-Rule 3: no message holds the key, or another secret. Each of these is derived from it for one purpose.
+Rule 3: no message holds the key, or another secret. Each other secret is derived from the key for one purpose.
 Rule 4: a data connection is opened by a proof over fresh nonces with a key of that rank's process alone, so that
 overheard bytes open nothing.
 """
@@ -37,7 +37,7 @@ from lightning_omni.wire.messages.servers import FollowerHello, FollowerProof, F
 
 NONCE_BYTES = 32
 MOST_CHALLENGED = 1024
-"""The most connections with an open challenge. Each holds at most 1 kB."""
+"""The most connections with an open challenge, by default."""
 OTHER_KEY = "key", "the key does not match the server's; both sides must be given the same key"
 OPENS_NOTHING = "stranger", "this proof opens nothing"
 Opening = Hello | Attach | Observe | FollowerHello
@@ -82,7 +82,7 @@ def attach(request: Request, secret: bytes, number: int, nonce: bytes) -> None:
 
 
 def observe(request: Request, key: bytes, nonce: bytes, where: str = "") -> None:
-    """Perform an observer's side of the handshake; errors are as in `join`."""
+    """Perform an observer's side of the handshake; ``where`` is as in `join`."""
     hello = Observe(version=VERSION, nonce=nonce)
     _prove(request, key, hello, (Challenge, ObserverProof, ObserverWelcome), _other_server(where))
 
@@ -147,7 +147,7 @@ class Challenges(Generic[First]):
         return nonce
 
     def proved(self, peer: bytes, mac: bytes, secret_of: Callable[[First], bytes]) -> tuple[First, bytes]:
-        """Return a connection's hello and challenge if its proof is right; an empty secret proves nothing."""
+        """Remove a connection's challenge; return hello and nonce for a right proof. Empty secrets prove nothing."""
         hello, nonce = self._open.pop(peer, (None, b""))
         secret = secret_of(hello) if hello is not None else b""
         if hello is None or not secret or not is_equal(mac, client_mac(secret, hello, nonce)):
@@ -163,7 +163,7 @@ _SIDES: dict[type[Any], tuple[tuple[Any, ...], tuple[Any, ...]]] = {
     Observe: (("observe", "observer"), ("observe", "server")),
     FollowerHello: (("between servers", "follower"), ("between servers", "coordinator")),
 }
-"""What the proofs of both sides begin with, so that none is one of the other side, or of another handshake."""
+"""The first fields of both sides' proofs, so that none is one of the other side, or of another handshake."""
 
 
 def client_mac(secret: bytes, hello: Opening, challenge: bytes) -> bytes:

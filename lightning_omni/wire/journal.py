@@ -2,7 +2,7 @@
 
 When a server dies, its weights return to the last save, but decisions sent to ranks must stay valid: drawn samples,
 next steps, completed collectives, lost ranks. A server that continues from the save makes the calls in the journal
-again. Servers with a partition each stay alike by calls, too.
+again.
 
 Rule: a call is written before the answer that follows from it leaves the server.
 """
@@ -59,14 +59,15 @@ def _decoder_of(function: Callable[..., Any]) -> msgspec.msgpack.Decoder[tuple[A
 
 
 OUTDATED = Call("", b"")
-"""The entry of other weights or groups, from which no server continues an earlier save."""
+"""The entry for other weights or groups: with it in the journal, no server continues an earlier save."""
 
 
 class Journal:
     """The destination of calls.
 
     Attributes:
-        write: takes each call; None while nothing is saved.
+        write: takes each call; None without a journal.
+        is_due: whether a save is requested.
         saves: number of completed saves.
     """
 
@@ -80,7 +81,7 @@ class Journal:
             self.write(Call.of(method, *arguments))
 
     def outdate(self) -> None:
-        """Make earlier saves useless: other groups are formed, or other weights were uploaded."""
+        """Make earlier saves useless, and request one: other groups are formed, or other weights were uploaded."""
         self.is_due = True
         if self.write is not None:
             self.write(OUTDATED)

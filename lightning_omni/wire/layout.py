@@ -173,7 +173,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         )
 
     def pieces(self, number: int, of: int) -> Pieces:
-        """Return a fragment's part of each entry, in elements relative to the entry."""
+        """Return a fragment's pieces of the entries, in elements relative to each entry."""
         return self._pieces(of)[number]
 
     @cached_property
@@ -230,7 +230,6 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
 
 def spec_of(name: str, tensor: Tensor) -> TensorSpec:
-    """Return the specification of a tensor."""
     dtype = str(tensor.dtype).removeprefix("torch.")
     if dtype not in DTYPES:
         raise MalformedMessage(f"tensor {name!r} has dtype {tensor.dtype}, which cannot be exchanged")

@@ -1,10 +1,10 @@
 """Division of one optimizer's parameters, and of their states, over several servers.
 
-Rule 1: both sides derive the same division from layout, number of servers, method and optimizer; it is never sent.
-Rule 2: if method and optimizer treat each element independently, servers hold ranges of about equal bytes, and a tensor
-may be cut. Otherwise, or if this is not known, they hold whole parameters.
-Rule 3: a cut is at a multiple of 64 elements of its tensor, so that vectors of the processor are not cut, and stepping
-a share is bitwise equal to stepping the whole.
+Rule 1: all ranks derive the same division from layout, number of servers, method and optimizer; it is never sent.
+Rule 2: if the method, and an optimizer that steps at the servers, treat each element independently, servers hold ranges
+of about equal bytes, and a tensor may be cut. Otherwise, or if this is not known, they hold whole parameters.
+Rule 3: a cut is at a multiple of 64 elements of its tensor, so that stepping a share is bitwise equal to stepping the
+whole.
 Rule 4: each server cuts its own share into fragments.
 """
 
@@ -118,7 +118,7 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
     # --- Tensors -----------------------------------------------------------------------------------------------------
 
     def parts(self, tensors: Tensors) -> list[list[Tensor | None]]:
-        """Split tensors, one for each parameter, into each server's part; views where memory allows."""
+        """Split tensors, one for each parameter, into each server's part; views where the memory layout allows."""
         if len(self.shares) == 1:
             return [list(tensors)]
         return [
@@ -233,8 +233,8 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
     def tree_parts(self, tree: Any) -> list[Any]:
         """Split a tree, as from `lightning_omni.methods.ServerSide.state`, into one for each server.
 
-        A list with one entry per parameter is divided, and so is a dict keyed by their indices, as in torch's optimizer
-        states; every server gets all other values.
+        A list with one entry per parameter (tensor, None or integer) is divided, and so is a dict keyed by their
+        indices, as in torch's optimizer states; every server gets all other values.
         """
         return [self._cut(tree, server) for server in range(len(self.shares))]
 
@@ -334,7 +334,7 @@ class Partition(msgspec.Struct, frozen=True, dict=True):
 
 
 def over_parameters(tree: Any, specs: Sequence[TensorSpec], make: Callable[[Any, int | None], Any]) -> Any:
-    """Apply ``make`` to each value of a tree as in `Partition.tree_parts`, of the whole or of one server.
+    """Apply ``make`` to each value of a tree as in `Partition.tree_parts`, but without states of fragments.
 
     ``make`` also gets the index of the value's parameter, or None.
     """

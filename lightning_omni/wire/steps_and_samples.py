@@ -60,7 +60,7 @@ class Progress:
 
     @property
     def samples_an_epoch(self) -> int:
-        """Return the samples in an epoch, if the last batches of DDP are whole."""
+        """Return the samples in an epoch, as if DDP's last batches were whole."""
         return self.batches * self.reference.batch
 
     @property
@@ -72,7 +72,7 @@ class Progress:
         return self.steps_before(self.epochs) + min(self.steps_an_epoch, self.samples // self.reference.samples)
 
     def steps_before(self, epoch: int) -> int:
-        """Return the steps of DDP before an epoch, if later epochs are like the current one."""
+        """Return the steps of DDP before an epoch, as if later epochs were like the current one."""
         past = self.epochs * self.steps_an_epoch if self.past is None else self.past
         return past + (epoch - self.epochs) * self.steps_an_epoch
 

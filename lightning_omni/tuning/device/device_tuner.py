@@ -104,7 +104,7 @@ class DeviceTunerHooks(_CallbackBase):
 
     @override
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Measure and apply a setting, after all loading and before weights are sent to a server."""
+        """Apply the setting, measured if there is none, after all loading and before weights are sent to a server."""
         if self._setting is None:
             self._measure(trainer, pl_module)
         if self._setting is not None:
@@ -143,7 +143,10 @@ class DeviceTunerHooks(_CallbackBase):
 
     @override
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
-        """Save tensors in contiguous format, which a fused optimizer expects in a load."""
+        """Save a channels_last model and its optimizer state in contiguous format; otherwise change nothing.
+
+        A load without this callback has contiguous weights, and a fused optimizer needs state of their layout.
+        """
         if self._setting is not None and self._setting.channels_last:
             for name in ("state_dict", "optimizer_states"):
                 if name in checkpoint:

@@ -29,12 +29,12 @@ class DeviceSetting(Serializable):
 
     Args:
         keep_memory: whether to keep freed memory for the next tensors (CPU, glibc).
-        channels_last: whether channels are the innermost dimension of convolution weights.
+        channels_last: whether channels are the innermost dimension of 4- and 5-dimensional weights.
         compiled: names of the submodules that `torch.compile` compiles; ``""`` is the whole module.
         bf16: whether to train in Lightning's ``bf16-mixed``.
 
     Raises:
-        ConfigurationError: ``compiled`` is no tuple or list of names.
+        ConfigurationError: ``compiled`` is no tuple or list.
 
     Example:
         >>> DeviceSetting(channels_last=True, compiled=("",)).words
@@ -59,7 +59,7 @@ class DeviceSetting(Serializable):
         return ", ".join(parts + ["bf16-mixed"] * self.bf16) or "defaults"
 
     def autocast(self, device: torch.device) -> AbstractContextManager[Any]:
-        """Return the context for the forward pass; as in Lightning, it casts each weight at every use."""
+        """Return the context for the forward pass; with ``bf16`` it casts each weight at every use, as in Lightning."""
         return torch.autocast(device.type, torch.bfloat16, cache_enabled=False) if self.bf16 else nullcontext()
 
     def apply(self, model: nn.Module, optimizer: Optimizer | None = None) -> Applied:
@@ -182,7 +182,7 @@ def can_keep_memory() -> bool:
 
 
 def keep_memory(keep: bool) -> None:
-    """Set whether the process keeps freed memory for the next tensors.
+    """Set whether the process keeps freed memory for the next tensors; do nothing without glibc.
 
     By default glibc returns freed blocks of 32 MiB and more to the kernel at once. Its growing threshold cannot be
     restored, so ``False`` sets its final value in a process that frees large tensors: 32 MiB, and 64 MiB for memory at

@@ -95,7 +95,7 @@ class Trial:
             return [float(self._step(number).detach()) for number in range(steps)]
 
     def reset(self) -> None:
-        """Restore the setup's weights, and empty the optimizer's state if it was: trained ones may change the speed."""
+        """Restore the setup's weights, nudged, and buffers; empty the optimizer's state if it began empty."""
         with torch.no_grad():
             for own, lent in zip(*map(_tensors, (self.model, self.setup.model)), strict=True):
                 own.copy_(lent)
@@ -170,7 +170,7 @@ def synchronize(device: torch.device) -> None:
 
 
 def size_of(batch: Any) -> int | None:
-    """Return the first dimension of the first tensor in a tree of dicts, lists and tuples; None without any.
+    """Return the first dimension of the first tensor that has one in a tree of dicts, lists and tuples, or None.
 
     Example:
         >>> size_of({"x": [torch.zeros(5, 2)], "y": torch.zeros(5)})
@@ -277,7 +277,7 @@ def compare(
 
 
 def distance(curve: Sequence[float], other: Sequence[float]) -> float:
-    """Return the mean distance of two loss curves relative to the first's mean; infinity if a loss is not finite.
+    """Return the mean distance of two loss curves relative to the first's magnitude; infinity if a loss is not finite.
 
     Example:
         >>> distance([2.0, 1.0, 1.0], [2.0, 1.1, 1.1])

@@ -37,7 +37,7 @@ from lightning_omni.tuning.device.trial import (
 # --- Report: findings, numbers, a table -------------------------------------------------------------------------------
 
 Verdict = Literal["applied", "proposed", "rejected", "skipped"]
-"""In use; faster, but the user's decision; measured and not used; not measured."""
+"""In the setting; faster, but the user's decision; tried and not used; not tried."""
 
 _STYLES = {"applied": "green", "proposed": "yellow", "rejected": "dim", "skipped": "dim"}
 
@@ -135,7 +135,7 @@ Bf16 = Literal["apply", "propose", "skip"]
 """The use of bfloat16: if it is faster and the losses agree; measured for the report alone; not measured."""
 
 _SAME_LOSS = 0.01
-"""Largest relative change of the first loss by a candidate that keeps the statistics: far more than rounding causes."""
+"""Largest relative change of the first loss by a candidate other than bfloat16: far more than rounding causes."""
 
 _COMPILE_SECONDS = 15.0
 """Least remaining budget for a compilation, which cannot be interrupted."""
@@ -164,8 +164,8 @@ def tune_device(
 ) -> DeviceReport:
     """Measure how this device trains this model fastest, and apply nothing.
 
-    ``report.setting.apply(model, optimizer)`` applies the result. The search runs on copies: model, optimizer and RNG
-    state are the same afterwards. It needs device memory for up to four copies beside the model.
+    ``report.setting.apply(model, optimizer)`` applies the result, except bfloat16. The search runs on copies: model,
+    optimizer and RNG state are the same afterwards. It needs device memory for up to four copies beside the model.
 
     Args:
         model: model in training mode.
@@ -213,7 +213,7 @@ _CANDIDATES: dict[str, Candidate] = {
     "memory format": ("channels_last", {"channels_last": True}),
     "precision": ("bf16-mixed", {"bf16": True}),
 }
-"""The candidate of each step that has one."""
+"""The candidate of each step that has only one."""
 
 
 class _DeviceSearch:
@@ -369,7 +369,7 @@ class _DeviceSearch:
 
 
 def compilable(model: nn.Module) -> tuple[str, ...]:
-    """Return the submodules worth compiling: the outermost called ones with several layers.
+    """Return the submodules worth compiling: the outermost called ones, if they have several children and parameters.
 
     A LightningModule is not called itself; neither are lists and dicts of modules.
 

@@ -97,7 +97,7 @@ _STYLE: Any = {
 
 
 def heading_of(summary: SearchSummary, when: str, foot: str, statement: str = "") -> str:
-    """Return the heading of a picture, whose first lines are the statement, if it is not beside the picture already."""
+    """Return the heading of a picture, whose first lines are the ``statement``, if any."""
     parts = [f"{summary.ranks} ranks", when, summary.expense, *([foot] if foot else [])]
     lines = textwrap.wrap(" · ".join(parts), 138, break_on_hyphens=False)
     return "\n".join([*textwrap.wrap(statement, 138), *lines])

@@ -22,7 +22,7 @@ from lightning_omni.tuning.search.constants import QUANTILE
 
 
 def number(value: float) -> str:
-    """Return a number with three digits, or whole from 1000 on; a dash for NaN.
+    """Return a number as text, with three significant digits, or whole from 1000 to 1e9; a dash for NaN.
 
     Example:
         >>> number(12345.6), number(0.012345), number(float("nan"))
@@ -141,7 +141,7 @@ class RunTimes(Serializable):
 
 @dataclass(frozen=True)
 class ReportOrigin(Serializable):
-    """When and where a report was written.
+    """The date, version and hosts of a report.
 
     Args:
         date: date and time, in UTC.
@@ -194,7 +194,8 @@ class Contribution:
 
     Attributes:
         rate: factor of the samples per second.
-        samples: factor of the samples to the target, with the momentum and learning rate that suit the part.
+        samples: factor of the samples to the target, with the momentum and learning rate that suit the parts so far;
+            the last part has the choice's.
     """
 
     part: str

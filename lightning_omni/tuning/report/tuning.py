@@ -88,7 +88,7 @@ class Section:
 
     @property
     def finding(self) -> str:
-        """Return the choice beside the user's own setting; the table has the numbers."""
+        """Return the choice beside the user's own setting."""
         return self.summary.statement.partition("; ")[0]
 
     @property

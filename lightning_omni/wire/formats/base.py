@@ -1,14 +1,14 @@
 """Wire formats: the encoding of a push's tensors as bytes.
 
-A wire format is a frozen value, sent by name and settings when groups are formed. Answers are sent raw, directly from
-the server's flat memory, unless the format has another encoding for them (`WireFormat.answers`). Weights that a
-server sends outside an exchange are always raw.
+A wire format is a frozen value, sent by name and settings when groups are formed. Answers are sent raw, unless
+the format has another encoding for them (`WireFormat.answers`). Weights that a server sends outside an exchange are
+always raw.
 
 Rule 1: `WireFormat.encode` returns the sender's next state, valid once the server has applied the push; a refused push
 leaves the state unchanged.
 Rule 2: the unsent part of a sender's input is in its state as ``residual``: one tensor or None for each parameter, in
 order, in the units of the input. Only the format uses other entries.
-Rule 3: a number that is not finite stays so on the wire, because the server refuses such pushes.
+Rule 3: if a number is not finite, at least one on the wire is not, because the server refuses such pushes.
 Rule 4: the server trusts no sender. It checks a payload's size before it allocates memory, and refuses and counts a
 payload that it cannot decode, before anything has changed.
 """
@@ -135,7 +135,7 @@ class WireFormat(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         """Encode tensors as bytes.
 
         Args:
-            tensors: one for each parameter, on any device, borrowed; None if it did not contribute to the loss.
+            tensors: one for each parameter, on any device, left unchanged; None if it did not contribute to the loss.
             layout: layout of all parameters, which may have grown at its end since the last call.
             state: state after the last applied push; empty at first.
             memory: memory for the payload.
@@ -146,7 +146,7 @@ class WireFormat(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         """Decode bytes into tensors in flat memory with the layout; the payload itself if it has this form.
 
         Args:
-            payload: uint8, on any device, borrowed, from an untrusted sender, of a size that `sizes` permits.
+            payload: uint8, on any device, left unchanged, from an untrusted sender, of a size that `sizes` permits.
             layout: layout of the tensors in the payload.
             memory: memory for the tensors, on the same device.
 
@@ -202,7 +202,7 @@ class Raw(WireFormat, frozen=True, kw_only=True, tag="raw"):
 
 
 def _copy_from_device(tensors: Sequence[Tensor], layout: Layout, buffer: Tensor) -> None:
-    """Copy tensors of a device to the CPU in chunks, which takes a fraction of the time of separate copies."""
+    """Copy tensors of a device to the CPU in chunks."""
     device = next(tensor.device for tensor in tensors if not tensor.is_cpu)
     memory = torch.empty(min(CHUNK, layout.nbytes), dtype=torch.uint8, device=device)
     for into, (pieces, part) in zip(buffer.split(CHUNK), layout.chunks(CHUNK), strict=False):

@@ -15,7 +15,7 @@ from lightning_omni.wire.formats.base import CHUNK, RESIDUAL, Decoding, Encoded,
 from lightning_omni.wire.layout import Layout
 
 AT_ONCE = 1 << 22
-"""About how many elements are encoded or decoded at once, unless `Lossy.unit` is 0: it bounds the temporary memory."""
+"""Approximate number of elements encoded or decoded at once by formats that allow it, to save memory."""
 
 
 class Lossy(WireFormat, frozen=True, kw_only=True):
@@ -71,7 +71,7 @@ class Lossy(WireFormat, frozen=True, kw_only=True):
         return Encoded(payload, present, {RESIDUAL: owed})
 
     def _encode(self, unsent: Sequence[Tensor], payload: Tensor) -> None:
-        """Encode real elements, and subtract from them, in place, what the payload says of them."""
+        """Encode real elements, and subtract the encoded values from them in place."""
         counts, coded = list(map(len, unsent)), list[tuple[int, Tensor]]()
         for begin, views in pieces(unsent, self._most(AT_ONCE, sum(counts))):
             flat = torch.cat(views)

@@ -30,7 +30,7 @@ class Int8(Lossy, frozen=True, kw_only=True, tag="int8"):
         block: number of elements that share a scale, 8 or more.
 
     Raises:
-        ConfigurationError: the blocks are too small.
+        ConfigurationError: ``block`` is no whole number of 8 or more.
 
     Example:
         >>> Int8().nbytes(1000) / 4000
@@ -64,7 +64,7 @@ class Int8(Lossy, frozen=True, kw_only=True, tag="int8"):
         steps = torch.where(scales > 0, scales, 1.0)
         multiples = (known / steps[:, None]).round().clamp_(-127, 127)  # of a subnormal scale, more is cut off
         if known is not rows:
-            multiples = multiples.where(known == rows, -128.0)  # which else is none: it is decoded as NaN
+            multiples = multiples.where(known == rows, -128.0)  # otherwise unused; it is decoded as NaN
         return [scales, multiples.to(torch.int8).flatten()[: numbers.numel()]]
 
     def expand(self, payload: Tensor, count: int) -> Tensor:
@@ -125,7 +125,7 @@ class BF16(Rounded, frozen=True, kw_only=True, tag="bf16"):
 
 @register
 class FP16(Rounded, frozen=True, kw_only=True, tag="fp16"):
-    """A format of half the bytes of float32, with 11 bits of precision, from about 6e-8 to 65,504."""
+    """A format of half the bytes of float32, with 11 bits of precision from about 6e-5 to 65,504."""
 
     dtype: ClassVar[torch.dtype] = torch.float16
 
@@ -141,7 +141,7 @@ class TopK(Lossy, frozen=True, kw_only=True, tag="topk"):
         fraction: fraction of the elements that travel, above 0 to 1; at least one travels.
 
     Raises:
-        ConfigurationError: the fraction is out of range.
+        ConfigurationError: the fraction is out of range; in use, 2**31 elements or more.
 
     Example:
         >>> TopK(fraction=0.01).nbytes(1000) / 4000

@@ -22,7 +22,7 @@ LARGEST_ECHO = 1 << 20
 """The most bytes of an answer to `Echo`."""
 
 LARGEST_UPLOAD = 8 << 20
-"""The most bytes that a rank may contribute to one collective."""
+"""The most bytes of one `Upload`."""
 
 LONGEST = 256 << 20
 """The most bytes of one message of an admitted rank on the data channel, without its payload."""

@@ -74,7 +74,7 @@ class ReadPublished(Message, frozen=True, kw_only=True):
 
 
 class Published(Message, frozen=True, kw_only=True):
-    """A leader's published weights. The first number is 1; 0 is none yet."""
+    """A leader's published weights, numbered from 1; 0 without any."""
 
     nbytes: int
     number: int = 0

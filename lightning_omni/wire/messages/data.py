@@ -120,7 +120,7 @@ class Next(Message, frozen=True, kw_only=True):
     """The answer to `AskNext`.
 
     Attributes:
-        next: ``"more"`` (samples were returned: draw again), ``"validate"`` (all groups wait: validate, then continue),
+        next: ``"more"`` (draw again), ``"validate"`` (all groups wait: validate, then continue),
             ``"over"`` (the epoch is complete), ``"over:validate"`` (and a validation was due in its last batches), or
             ``"stop:..."`` (see `LeaveEpoch`).
     """
@@ -129,7 +129,7 @@ class Next(Message, frozen=True, kw_only=True):
 
 
 STOPS = ("", "validate", "end", "skip")
-"""Ways in which a group that leaves an epoch may end it for all: see `LeaveEpoch`."""
+"""The values of ``stop`` in `LeaveEpoch`."""
 
 
 class LeaveEpoch(Message, frozen=True, kw_only=True):
@@ -173,7 +173,7 @@ class AskValidations(Message, frozen=True, kw_only=True):
 
 
 class Validations(Message, frozen=True, kw_only=True):
-    """Number of complete validations, and whether a point of this epoch was passed without one."""
+    """Number of complete validations, and whether a point of this epoch was passed without one, or with a void one."""
 
     complete: int
     is_missed: bool

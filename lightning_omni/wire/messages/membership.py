@@ -17,7 +17,7 @@ class Hello(Message, frozen=True, kw_only=True):
     """The first message of a rank. ``version`` stays the first field: other versions may rely on nothing else.
 
     A rank that was not announced sends ``world_size`` 0 and a rank beyond the announced ones: see `Join`. With
-    ``returns``, an earlier server, now gone, had admitted the rank.
+    ``returns``, the rank was admitted before, and its connection has ended.
     """
 
     version: int
@@ -44,7 +44,7 @@ class Welcome(Message, frozen=True, kw_only=True):
 
     Attributes:
         data_port: port of the data socket on the same host; 0 for a file beside the control socket's.
-        heartbeat_timeout: seconds of silence after which the server counts as dead; for ranks, see `ServerDescription`.
+        heartbeat_timeout: seconds of silence after which the server counts as dead.
         reconnect_timeout: seconds for which a rank must look for a lost server; 0 if no other will continue.
     """
 
@@ -239,7 +239,10 @@ class Notice(Message, frozen=True, kw_only=True):
 
 
 class Goodbye(Message, frozen=True, kw_only=True):
-    """The departure of a rank, done or failed; ``finished`` if the run has ended, and not only this rank."""
+    """The departure of a rank, done or failed; ``finished`` if its Lightning fit was trained to its end.
+
+    Other loops never set it.
+    """
 
     reason: str = ""
     finished: bool = False

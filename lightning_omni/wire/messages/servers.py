@@ -12,8 +12,7 @@ import msgspec
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.journal import Call
 
-# --- From a server that holds a partition to the coordinating server
-# -----------------------------------------------------
+# --- From a server that holds a partition to the coordinating server --------------------------------------------------
 
 
 class FollowerHello(m.Message, frozen=True, kw_only=True):
@@ -57,8 +56,7 @@ class FollowerFailed(m.Message, frozen=True, kw_only=True):
     of_run: bool = False
 
 
-# --- From the coordinating server to a server that holds a partition
-# -----------------------------------------------------
+# --- From the coordinating server to a server that holds a partition --------------------------------------------------
 
 
 class FollowerWelcome(m.Message, frozen=True, kw_only=True):

@@ -19,8 +19,8 @@ class Heartbeat(Message, frozen=True, kw_only=True):
         step_time: mean of a whole step, waiting included.
         exchange_time: the part of it in exchanges with the server or other groups.
         signal: the response to a signal that the rank has received, 0 for none; the larger, the more urgent.
-        progress: count of batches and awaited answers of the server; 0 while the rank must not be judged by it: before
-            its first batch is trained, or while a checkpoint is written.
+        progress: a count that grows with batches and in waits for the server; 0 while the rank must not be judged by
+            it: before its first batch is trained, while a checkpoint is written, after training.
         metrics: latest numbers of the rank's training, such as its loss.
     """
 
@@ -59,7 +59,7 @@ class Status(Message, frozen=True, kw_only=True):
     Attributes:
         sent: value from the heartbeat; 0 answers `AskStatus`, a negative number no request.
         refused: pushes, and own weights for a mean, that were not finite, or declined.
-        strangers: messages refused because they were malformed or their sender had not been admitted.
+        strangers: refused connections, and messages that were malformed or whose sender had not been admitted.
         staleness: count of merged pushes by staleness 0, 1, 2, ...
         head_time: recent mean seconds of exclusive access, summed over merged heads.
         serve_time: recent mean seconds for one push, from the arrival of the whole message until its answers are passed
@@ -121,7 +121,7 @@ class GroupOverview(msgspec.Struct, frozen=True):
     """An observer's view of one group.
 
     Attributes:
-        hosts: distinct addresses of its ranks, as far as the transport knows.
+        hosts: distinct addresses of its ranks, as far as known.
         age: seconds since the last of its ranks was admitted.
         silence: seconds since the last sign of life of its most silent rank.
         samples: leased samples that it was the first to train since groups were formed; None without leases.
@@ -153,7 +153,7 @@ class Overview(Message, frozen=True, kw_only=True):
         missing: announced ranks that have not joined yet.
         method: as in `FormGroups`, as is ``wire_format``; None before groups are formed.
         plan: the current or last epoch; None if its data is not leased.
-        serve_time: seconds of the server's own time for all ``pushes``.
+        serve_time: the server's seconds for all ``pushes``.
         over: why the run cannot continue, or an empty string.
         saved: age of the last save; -1 without one.
         metrics: as in `Heartbeat`, averaged over the ranks that report one.

@@ -27,7 +27,7 @@ class WeightsUploaded(Message, frozen=True, kw_only=True):
 
 
 class Restructure(Message, frozen=True, kw_only=True):
-    """A change of a group's optimizer: other parameter groups, or more parameters; see `wire.layout.read_structure`."""
+    """A group's change of parameter groups, or added parameters; see `lightning_omni.wire.layout.read_structure`."""
 
     optimizer: int
     packed: Packed
@@ -45,15 +45,15 @@ class Restructured(Message, frozen=True, kw_only=True):
 class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
     """A push: a gradient, weights or a change of weights, as far as tensors are present.
 
-    `lightning_omni.methods.Exchange` has the other attributes.
+    ``read_at``, ``hyperparameters``, ``note`` and ``pull`` are as in `lightning_omni.methods.Exchange`.
 
     Attributes:
         present: for each parameter, whether it has a tensor.
         epoch: the epoch, -1 if its data is not leased.
         trained: number of the group's batches of the epoch that are trained so far, those of this push included.
+        layout: version of the group's layout.
         incarnation: the group's incarnation; pushes of an earlier one are refused.
-        sequence: number of this incarnation's push to this optimizer, from 1, each applied once; 0 where nothing is
-            sent: at a merged head, in a replay.
+        sequence: number of this incarnation's push to this optimizer, from 1, each applied once; 0 at a merged head.
         fragment: number of the method's fragment; -1 for all parameters. ``present`` then has a flag for each entry of
             `lightning_omni.wire.layout.Layout.fragment`.
         request: number of a rank's request to several servers, each of which gets a part; 0 for one server.
@@ -80,7 +80,7 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
 
 
 class AverageMessage(Message, tag="Average", frozen=True, kw_only=True):
-    """A group's own weights, answered by the mean over all groups once all have arrived.
+    """A group's own weights, answered by the mean of all groups' finite ones once all have arrived.
 
     ``absent`` parameters are frozen, equal the server's, and are not in the payload.
     """
@@ -105,7 +105,8 @@ class Weights(Message, frozen=True, kw_only=True):
 
     Attributes:
         staleness: staleness of the answered push; -1 if it was refused, and for other requests.
-        applied: False if the push was refused; then, as for a repeated one, these are the master weights.
+        applied: False if the push was refused, or own weights are not in the mean. Refused and repeated pushes get the
+            master weights.
         repeated: whether the push had been counted before.
         progress: positions of the epoch trained by all groups.
         stop: as in `LeaveEpoch`.
@@ -132,13 +133,13 @@ class Weights(Message, frozen=True, kw_only=True):
 
 
 class HeadForward(Message, frozen=True, kw_only=True):
-    """A group's batch for the merged head ``optimizer``, answered once the group has access.
+    """A batch for the merged head ``optimizer``.
 
     Attributes:
         packed: ``[arguments, keyword arguments]`` of the submodule.
         training: whether each of its submodules, itself first, is in training mode.
         autocast: dtype of automatic mixed precision, if any.
-        exclusive: whether a `HeadBackward` will follow; otherwise no group has to wait for this one.
+        exclusive: whether `HeadBackward` or `HeadRelease` follows; the answer then waits for access.
     """
 
     optimizer: int
@@ -206,7 +207,7 @@ class HeadReleased(Message, frozen=True, kw_only=True):
 class SnapshotId(msgspec.Struct, frozen=True, kw_only=True):
     """A consistent state of the server, described by the counts of everything handled before it.
 
-    Several servers must agree on a cut.
+    Several servers must agree on ``pushes``.
 
     Attributes:
         clocks: updates in the weights of each optimizer.
