@@ -19,8 +19,6 @@ from lightning_omni.wire.handshake import OPENS_NOTHING, Challenges, fingerprint
 
 
 class Admission:
-    """The service that admits ranks and their data connections."""
-
     def __init__(
         self,
         run: RunContext,

@@ -1,8 +1,7 @@
 """Collectives of all live ranks: each contributes bytes and receives those of all.
 
-Rule 1: a collective is complete when every *live* rank has contributed; it does not wait for dead ranks.
+Rule 1: a collective is complete when every *live* rank has contributed.
 Rule 2: all ranks must call the same collective; two different ones at the same point end the run.
-Rule 3: a rank may have a few open at a time.
 """
 
 from __future__ import annotations
@@ -56,8 +55,6 @@ Forward = Callable[[Sender, bytes, Payload], list[Out]]
 
 
 class CollectiveService(Service):
-    """The service that gathers contributions of all live ranks."""
-
     def __init__(self, run: RunContext, training: Training, forward: Forward) -> None:
         self._roster, self._journal, self._epochs = run.roster, run.journal, run.epochs
         self._training = training
@@ -123,7 +120,6 @@ class CollectiveService(Service):
         return self._training.idle(sender.rank)
 
     def _contribute(self, number: int, rank: int, mine: _Contribution) -> None:
-        """Add a rank's contribution."""
         if number not in self._open and sum(rank in waiting for waiting in self._open.values()) >= MOST_OPEN:
             raise ProtocolError(f"rank {rank} comes to collective {number}, and waits at {MOST_OPEN} others")
         present = self._open.setdefault(number, {})

@@ -59,19 +59,19 @@ class ServerCore:
         clock: returns seconds, to measure the server's arithmetic; None in virtual time.
         record: takes every event of the weights, in order.
         rows: messages in addition to the table, for ``services``.
-        services: your own classes, constructed once for every run, with this core.
+        services: your own classes, constructed with this core at each `reset`.
         servers: number of servers with a partition of the parameters each.
         number: number of this server; 0 coordinates the others.
 
     Attributes:
-        observers: processes that observe this server, also from one run to the next; `reset` replaces all other parts.
+        observers: processes that observe this server, also from one run to the next.
         reconnect_timeout: seconds for which ranks look for this server when it is gone; 0 if no other continues.
         resumed: whether it continues the run of an earlier server.
-        on_run_over: called on other servers than 0 at the end of the run.
+        on_run_over: called on other servers than 0 when a run has ended at server 0, and not here yet.
         data_port: port of the data socket, reported to every admitted rank; the driver sets it.
         versions: those of the server's packages, for observers; the driver sets them.
-        strangers: refused messages that were malformed or whose sender had not been admitted, and connections that the
-            driver refused.
+        strangers: number of refused messages that were malformed or whose sender had not been admitted, and of
+            connections that the driver refused.
     """
 
     def __init__(
@@ -225,7 +225,7 @@ class ServerCore:
         return out + self.replication.drain()
 
     def refuse(self, channel: m.Channel, peer: Peer, error: ProtocolError) -> list[Out]:
-        """Answer a message that is malformed or refused, and count it if its sender is a stranger."""
+        """Answer a message that is malformed or refused; count it if it is malformed or a stranger's."""
         code = error.code if isinstance(error, Refused) else "malformed"
         self.strangers += code in STRANGE
         # A server that holds a share answers here, too: the sender would wait in vain.

@@ -1,4 +1,4 @@
-"""The record of a run: the server's events in order, from which the run is replayed without its devices."""
+"""The record of a run: the server's events in order, for a replay."""
 
 from __future__ import annotations
 
@@ -28,7 +28,9 @@ Kind = Literal[
 
 
 class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
-    """An event of one optimizer at the server, at ``time`` in seconds. A merged head's backward pass counts as a push.
+    """An event of one optimizer at the server, at ``time`` in seconds of a monotonic clock.
+
+    A merged head's backward pass counts as a push.
 
     Attributes:
         kind: ``"seed"``: the server received weights, for existing groups; ``"form"``: other groups were formed on the
@@ -41,21 +43,21 @@ class Event(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
         clock: updates in the optimizer's master weights after the event.
         refused: whether the push was refused.
         epoch: for a push, training or fetch, the epoch; -1 if its data is not leased.
-        spans: for the same, the positions trained since the last such event, one range per batch; at a merged head,
-            only its batch.
+        spans: for the same, the positions newly reported as trained, one range per batch; of pushes to several
+            optimizers, the first reports them. At a merged head, only its batch.
         note: for a push, its note; at a merged head, the value for gradient clipping.
         groups: for a seed or form, the ranks of each group; for a join, those of the new group.
         method: for a seed or form, the method as plain data.
-        wire_format: for a seed or form, as plain data; empty for raw tensors.
-        overlap: for a seed or form, whether exchanges overlap the groups' computation.
-        servers: for a seed or form, the number of servers with a partition each; the first one records.
+        wire_format: likewise, as plain data; empty for raw tensors.
+        overlap: likewise, whether exchanges overlap the groups' computation.
+        servers: likewise, the number of servers with a partition each; the first one records.
         parameters: for a restructuring, the names of the group's new parameters.
         param_groups: for a restructuring, the settings of each parameter group, with the indices of its parameters as
             ``params``.
         present: for a push, whether each parameter (or entry of the fragment, or of the first server's share) has a
             tensor. Left out if equal to that of the group's last push, or if all have one in its first.
-        elsewhere: the same for each of several other servers; empty where all entries have a tensor. Recorded with
-            ``present``, if either differs from the group's last push.
+        elsewhere: the same for each other server; empty where all entries have a tensor. Recorded with ``present``, if
+            either differs from the group's last push.
     """
 
     kind: Kind
@@ -84,7 +86,7 @@ Recorder = Callable[[Event], None]
 
 
 class RecordFile:
-    """A record on disk, one event per line of JSON; the first overwrites an existing file.
+    """A record on disk, one event per line of JSON; the first event overwrites an existing file.
 
     If a write fails, a warning is logged, and the record ends after its last whole line.
 

@@ -1,4 +1,4 @@
-"""The service for merged heads: groups get exclusive access, and gradients are applied where they are computed."""
+"""The service for merged heads: gradients are applied where they are computed."""
 
 from __future__ import annotations
 

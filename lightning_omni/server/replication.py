@@ -4,7 +4,7 @@ Every server runs the whole state machine of training on its partition. Server 0
 sends the others commands, which all execute in the same order. So clocks, staleness and the decisions of a method are
 the same at all servers, and every moment between two requests is a consistent cut.
 
-Rule 1: a request of a rank has one part for each server. Either all servers handle it, once all parts have arrived, or
+Rule 1: a request of a rank has one part for each server. Either all servers apply it, once all parts have arrived, or
 none does: a push that is not finite in one part, that a server refuses, or whose leader dies before all parts arrive.
 Rule 2: the coordinator alone decides this. A leader may die at any moment, and no server waits for it.
 Rule 3: if other ranks may act at the other servers upon an answer of the coordinator, it is sent once these servers
@@ -38,7 +38,7 @@ MOST_HELD = 16
 Request = m.PushMessage | m.FetchMessage | m.AverageMessage | m.UploadWeights | m.TakeSnapshot
 """A request to all servers, each of which gets a part."""
 Handle = Callable[[Sender], list[Out]]
-"""A function that handles this server's part of a request, as its row in the table specifies."""
+"""A function that handles this server's part of a request."""
 
 
 Key = tuple[int, int]
@@ -57,7 +57,7 @@ class Replication(Service, ABC):
     def begin(
         self, end: Callable[[str], list[Out]], live: Callable[[], Container[int]], relayed: Callable[[int, bytes], Any]
     ) -> None:
-        """Prepare for a run; ``end`` ends it, ``live`` returns its ranks, ``relayed`` handles a relayed message."""
+        """Prepare for a run; ``end`` ends it, ``live`` returns live ranks, ``relayed`` handles a relayed message."""
         self._end, self._live, self._relayed = end, live, relayed
         self._held.clear()
         self._refused.clear()
@@ -97,7 +97,7 @@ class Replication(Service, ABC):
 
     @property
     def missing(self) -> int:
-        """Return the number of servers that have not joined."""
+        """Return the number of servers that have not joined, or are lost."""
         return 0
 
     @property
@@ -106,7 +106,7 @@ class Replication(Service, ABC):
         return ""
 
     def ended(self, number: int, how: str) -> None:
-        """Record how a server's process has ended; if it has not joined, it is no longer awaited."""
+        """Record how a server's process has ended; if it has not joined, the next `tick` ends the run."""
 
     # --- Requests in parts -------------------------------------------------------------------------------------------
 
@@ -114,14 +114,14 @@ class Replication(Service, ABC):
         """Raise `ProtocolError` if messages of this type are not for this server."""
 
     def check_number(self, rank: int, request: int) -> None:
-        """Raise `ProtocolError` if a request cannot have this number."""
+        """Raise `ProtocolError` if a request cannot have this number, or too many of its rank are held."""
         if request < 1 or (rank, request) in self._held:
             raise ProtocolError(f"request {request} of rank {rank}: the parts of a request have one number, from 1 on")
         if sum(key[0] == rank for key in self._held) >= MOST_HELD:
             raise ProtocolError(f"{MOST_HELD} requests of rank {rank} wait for the rest of their parts; no more may")
 
     def hold(self, sender: Sender, message: Request, finite: bool, handle: Handle) -> list[Out]:
-        """Hold this server's part of a request until all parts have arrived."""
+        """Hold this server's part of a request until all parts have arrived; refuse it if one was refused."""
         key = sender.rank, message.request
         if (refusal := self._refused.pop(key, None)) is not None:
             return [Out(sender.peer, m.DATA, refusal)]
@@ -140,7 +140,7 @@ class Replication(Service, ABC):
     def decide(
         self, key: Key, finite: bool, refusal: m.RefusedMessage | None, elsewhere: tuple[tuple[bool, ...], ...]
     ) -> list[Out]:
-        """Handle this server's part of a request for which all have arrived, or refuse it."""
+        """Handle this server's part of a request once all parts have arrived; with a ``refusal``, refuse it instead."""
         held = self._held.pop(key, None)
         if held is None:
             if refusal is not None:
@@ -175,7 +175,7 @@ class _FollowerLink:
 
 @dataclass
 class _Parts:
-    """The servers that have their part of a request, with its presence; ``finite`` if all are so far."""
+    """The servers that have their part of a request, with `PartReady.present`; ``finite`` if all are so far."""
 
     here: dict[int, tuple[bool, ...]] = field(default_factory=dict)
     finite: bool = True
@@ -292,7 +292,7 @@ class Coordinator(Replication):
         return out
 
     def ask_addresses(self, sender: Sender, message: m.AskServerAddresses, payload: Payload) -> list[Out]:
-        """Send the addresses of the other servers, once all have joined."""
+        """Send the addresses of the other servers, once all have joined and admitted the rank."""
         return self._when_done(lambda: [Out(sender.peer, m.CONTROL, self._addresses())] if self._is_complete else [])
 
     def _addresses(self) -> m.ServerAddresses:

@@ -48,7 +48,7 @@ class Role(Enum):
     MEMBER = auto()
     """An admitted rank in a group."""
     LEADER = auto()
-    """An admitted rank that leads its group."""
+    """An admitted rank that leads its group, or counts as its leader at this server."""
     RECORDER = auto()
     """The recorder: rank 0, or the lowest live rank where groups join on their own."""
     FOLLOWER = auto()
@@ -175,7 +175,7 @@ TABLE = (
     ),
     Row(m.HeadRelease, DATA, Role.LEADER, MergedHeadService, MergedHeadService.release),
 )  # fmt: skip
-"""The messages of ranks and observers, except those for server 0 alone."""
+"""The messages of ranks and observers, except `AskServerAddresses`."""
 
 COORDINATOR_TABLE = (
     Row(m.AskServerAddresses, CONTROL, Role.RANK, Coordinator, Coordinator.ask_addresses),
@@ -250,7 +250,7 @@ class Router:
         return self._handle(row, sender, message, payload)
 
     def _find(self, row: Row, peer: Peer) -> tuple[Member, Sender]:
-        """Return the rank at a connection, and the one as which it sends a message."""
+        """Return the rank at a connection, and the `Sender` of its message."""
         member = self._roster.find(row.channel, peer)
         if member is None:
             first = "attach first: this data connection" if row.channel == DATA else "say Hello first: this connection"

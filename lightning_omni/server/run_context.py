@@ -15,7 +15,10 @@ from lightning_omni.wire.journal import Journal
 
 
 class RunContext(NamedTuple):
-    """The shared state of one run; ``now`` returns the time of the current message or tick."""
+    """The shared state of one run.
+
+    ``now`` returns the time of the current message or tick; on servers other than 0, of the last command.
+    """
 
     roster: Roster
     store: ParameterStore

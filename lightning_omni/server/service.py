@@ -39,7 +39,7 @@ class Sender(NamedTuple):
         group: number of this rank's group, or -1.
         finite: whether all servers' parts of the request are finite; None without parts.
         elsewhere: for a push in parts, at the coordinating server, for each other one: which entries of its share have
-            a tensor; empty for all.
+            a tensor; empty if all have.
     """
 
     peer: Peer
@@ -63,7 +63,7 @@ class Service:
         """Add a group; the others are unchanged."""
 
     def evict(self, group: int, lost: bool) -> list[Out]:
-        """Remove a group, which is ``lost`` or left by one of its ranks; return the answers that waited for it."""
+        """Remove a ``lost`` group, or one that a rank leaves (again for each); return answers that waited for it."""
         return []
 
     def resolve_pending(self) -> list[Out]:

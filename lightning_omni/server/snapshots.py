@@ -30,8 +30,6 @@ class SnapshotContents(NamedTuple):
 
 
 class Snapshots(Service):
-    """The service that receives the run's weights and optimizer states, and sends snapshots of them."""
-
     def __init__(self, run: RunContext, training: Training, resolve: Resolve, resolve_module: ResolveModule) -> None:
         self._roster, self._store, self._epochs = run.roster, run.store, run.epochs
         self._events, self._journal, self._replication = run.events, run.journal, run.replication

@@ -275,7 +275,7 @@ class StatusService(Service):
         self._log_ranks(now)
 
     def _log_ranks(self, now: float) -> None:
-        """Log ranks that joined, were lost or left since the last call, and why the run cannot continue."""
+        """Log ranks that joined, were lost or left since the last call, and why the run is over; note a save's time."""
         roster = self._roster
         if self._journal.saves != self._saves:
             self._saves, self._saved_at = self._journal.saves, now

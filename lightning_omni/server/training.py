@@ -110,7 +110,10 @@ class Training(Service):
         return out
 
     def _waited_for(self, number: int) -> set[int]:
-        """Return the groups whose own weights a mean needs: all but those that an earlier server has sent the mean."""
+        """Return the groups whose own weights a mean needs.
+
+        Those that are idle or average a later optimizer have the mean from an earlier server.
+        """
         later = {group for served in self._store.all[number + 1 :] for group in served.averaging}
         return set(self._roster.formed.alive) - ((self._idle | later) - set(self._store.all[number].averaging))
 
@@ -306,7 +309,7 @@ class Training(Service):
         note: float = 0.0,
         repeated: bool = False,
     ) -> Out:
-        """Return weights for a group, -1 outside of an exchange; ``push`` is the one that they answer, if any."""
+        """Return weights for a group, -1 for a fetch; ``push`` is the one that they answer, if any."""
         served = self._store.all[optimizer]
         message = m.Weights(
             optimizer=optimizer,

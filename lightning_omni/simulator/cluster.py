@@ -1,6 +1,6 @@
 """The machines of a simulated run: compute times of devices, delays of links, and failures.
 
-Times are seconds of virtual time, sizes bytes. All classes are frozen values of plain numbers, which YAML can hold.
+Times are seconds of virtual time, sizes bytes. All classes are frozen values, which YAML can hold.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Jitter:
             0.4.
 
     Raises:
-        ConfigurationError: an argument is out of range.
+        ConfigurationError: the kind is unknown, or ``cv`` does not fit it.
 
     Example:
         >>> Jitter("lognormal", cv=0.5).factors(np.random.default_rng(0), 2).round(3)
@@ -85,10 +85,9 @@ class Device:
     Args:
         seconds_per_sample: seconds of forward and backward pass for one sample.
         overhead: additional seconds of every batch.
-        jitter: random variation of these times.
 
     Raises:
-        ConfigurationError: a time is negative, or both are 0.
+        ConfigurationError: a time is negative or infinite, or both are 0.
 
     Example:
         >>> Device(0.001, overhead=0.01).seconds(32)
@@ -152,14 +151,14 @@ class Link:
 
 @dataclass(frozen=True)
 class Failure:
-    """The death of a rank, and of its group with it.
+    """The death of a rank, and of its group with it; the run ends with the group of rank 0 or the last one.
 
     Args:
         time: time of the death, in seconds.
         until: time at which the whole group returns, in seconds, as one that joins; None for never.
 
     Raises:
-        ConfigurationError: the return precedes the death.
+        ConfigurationError: a time is negative or infinite, or the return precedes the death.
 
     Example:
         >>> Failure(rank=3, time=10.0, until=25.0).until
@@ -219,8 +218,8 @@ class Cluster:
             ``servers="per-node"``; None for one device a node.
 
     Raises:
-        ConfigurationError: ``devices`` is empty, an event names no rank of the cluster, or the devices cannot be spread
-            evenly over the nodes.
+        ConfigurationError: an argument is wrong, such as an event of no rank of the cluster, or devices that cannot be
+            spread evenly over the nodes.
 
     Example:
         >>> Cluster.of_speeds([1, 2], seconds_per_sample=0.01).devices[1].seconds_per_sample

@@ -1,4 +1,4 @@
-"""Virtual time: an event queue, and processes that wait in it, without any notion of groups or servers.
+"""Virtual time: an event queue, and processes that wait in it.
 
 A process is a generator. Its yields determine when it resumes:
 

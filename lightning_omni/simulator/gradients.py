@@ -1,4 +1,4 @@
-"""Sources of a group's gradient, with or without a merged head at the server, and the compute times of its devices."""
+"""Sources of a group's gradient, and the compute times of its devices."""
 
 from __future__ import annotations
 
@@ -30,7 +30,6 @@ from lightning_omni.wire.messages import Batch
 FORWARD = 1 / 3
 """The forward pass's part of a batch's time; the backward pass has twice as many matrix products."""
 _DRAWN_AT_ONCE = 64
-"""Number of jitter factors drawn at once."""
 
 
 class DeviceClock:
@@ -84,7 +83,7 @@ class Members:
         return [positions(batch, member, members, shares, self._in_pairs) for member in range(members)]
 
     def work(self, batch: Batch, now: float) -> list[tuple[int, int, float]]:
-        """Return each member's rank, its samples of a batch that begins now, and its seconds for them."""
+        """Return each member's rank, samples of a batch that begins now, and seconds for them; a call draws jitter."""
         return [
             (rank, len(part), clock.seconds(len(part), now))
             for rank, clock, part in zip(self._ranks, self._clocks, self.positions(batch, now), strict=True)

@@ -1,7 +1,7 @@
 """One simulated compute group: a process that drives its state machine through virtual time.
 
-Rule: its leader broadcasts the messages that it receives to the other members, and the group continues when all have
-them.
+Rule: its leader broadcasts the server's answers and peers' weights to the other members, and the group continues when
+all have them.
 """
 
 from __future__ import annotations
@@ -159,7 +159,7 @@ class SimulatedGroup:
                 action = self._perform(self.core.answer(0, (yield from self._wait_for(action))))
 
     def _next_batch(self) -> Timeline:
-        """Return the next batch, perhaps after a wait; None at the end of the epoch."""
+        """Return the next batch, once there is one; None at the end of the epoch."""
         context, data = self._context, self._data
         context.monitor.end(self.number)
         while True:
@@ -224,7 +224,7 @@ class SimulatedGroup:
     # --- Actions of its state machine --------------------------------------------------------------------------------
 
     def _perform(self, action: Action) -> Action:
-        """Perform actions that take no time, and return the first that does."""
+        """Perform actions between peers that take no time, and return the first other one."""
         while True:
             answer: Answer = None
             match action:

@@ -1,4 +1,4 @@
-"""Counters and measurements of a simulated run, which determine its evaluations and its end."""
+"""Counters and measurements of a simulated run."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ class Monitor:
 
     Attributes:
         evaluations: time, update, samples and metrics of each.
-        work: rows of `Trace.WORK`, without steps that the end of the run cut short.
+        work: rows of `Trace.WORK`, without steps that were cut short.
         step_times: rows of `Trace.STEPS`, likewise.
-        useful_seconds: seconds in which ranks computed gradients that were pushed, summed over ranks.
+        useful_seconds: seconds in which ranks computed the gradients of ``rows``, summed over ranks.
     """
 
     def __init__(

@@ -182,7 +182,7 @@ class Exchanges:
         return sum(nbytes for _, nbytes in parts) if math.isinf(self._card.bandwidth) else 0.0
 
     def _cross(self, parts: _Parts) -> Timeline:
-        """Wait until parts have crossed their cards and, at the same time, a link; return the end of each."""
+        """Wait until parts have crossed cards of finite bandwidth and, meanwhile, a link; return the end of each."""
         whole, now = sum(nbytes for _, nbytes in parts), self._engine.now
         if not whole or math.isinf(self._card.bandwidth):
             return [now] * len(parts)

@@ -72,9 +72,10 @@ def replay(
         optimizer: makes the torch optimizer from parameters.
 
     Raises:
-        ConfigurationError: the run has several optimizers or gossips, was not recorded from its beginning, changed its
-            parameters, formed new groups whose initial state is not on record, or had several servers, with fragments
-            or a wire format other than "fp32".
+        ConfigurationError: the record is empty, of several runs or not from the beginning; the run has several
+            optimizers or gossips, changed its parameters or parameter groups, formed new groups whose initial state is
+            not on record, or had several servers, with fragments or a wire format other than "fp32"; or an
+            argument is wrong.
         ProtocolError: the record contradicts the method.
 
     Example:
@@ -104,7 +105,8 @@ def trace_of(events: Iterable[Event], optimizer: int | None = None) -> Trace:
 
     Args:
         events: from `lightning_omni.server.event_log.read_record`.
-        optimizer: number of the optimizer to trace, if the run has several; a merged head has the last number.
+        optimizer: number of the optimizer to trace, if the run has several; with `OmniStrategy`, a merged head
+            has the last number.
 
     Raises:
         ConfigurationError: the record holds several runs, or several optimizers and ``optimizer`` is None.

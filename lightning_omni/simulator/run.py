@@ -342,9 +342,10 @@ def simulate(
         topology: the ranks of each group; or a number of groups, split evenly.
         cluster: the devices and links.
         workload: model, which is copied, data, loss, optimizer and metrics.
-        limits: the limits of the run.
+        limits: see `Limits`.
         batch_size: samples in one device's batch; a group of k devices trains on k times as many.
-        seed: seed of data order, jitter and random operations of the model; the same seed gives bitwise the same trace.
+        seed: seed of data order, jitter and random operations of the model; the same seed gives bitwise the same trace
+            on one machine.
         evaluation: the times of evaluations before the run's end, and a target.
         merged: name of a submodule that stays at the server, as with ``OmniStrategy(merged=...)``. A batch is sent
             there after a third of the group's time; the access includes the travel of outputs and their gradients.
@@ -361,7 +362,7 @@ def simulate(
 
     Raises:
         ConfigurationError: an argument is wrong.
-        OmniError: all groups wait for each other.
+        OmniError: all groups wait for each other, or a step at the server fails.
 
     Example:
         >>> import torch

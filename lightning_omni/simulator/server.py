@@ -47,7 +47,7 @@ _NONCE = bytes(NONCE_BYTES)
 
 
 class SimulatedServer:
-    """A `ServerCore` that all ranks have joined; ``seed`` is that of nonces and tickets.
+    """A `ServerCore` that all ranks have joined; ``seed`` is that of the key and nonces.
 
     Attributes:
         served: the master weights; unset before the groups were formed.
@@ -143,7 +143,7 @@ class SimulatedServer:
         return self._topology.group_of(int(out.peer[1:]))
 
     def tensors_of(self, out: Out) -> list[Tensor]:
-        """Return the weights in an answer; groups that receive the same weights share the tensors."""
+        """Return the weights in an answer; groups that receive all master weights unencoded share the tensors."""
         message, served = out.message, self.served
         assert isinstance(message, m.Weights)
         if not out.payload:
@@ -185,7 +185,7 @@ class SimulatedNetwork:
         self.exchanges: dict[int, Process] = {}
 
     def deliver(self, out: list[Out]) -> None:
-        """Deliver messages that the server sends now: weights take time, `Next` none."""
+        """Deliver messages that the server sends now: weights take time, `Next` none; drop others."""
         for item in out:
             group = self._server.group_of(item)
             if isinstance(item.message, m.Weights):

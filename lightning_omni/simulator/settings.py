@@ -1,4 +1,4 @@
-"""Settings of a simulated run, as values: groups, computation, evaluations, limits, and progress reports."""
+"""Settings of a simulated run, as values."""
 
 from __future__ import annotations
 
@@ -43,8 +43,9 @@ class Computation:
     Args:
         rebalance: ``"auto"`` divides a group's batch over its members in proportion to their expected speeds, slowdowns
             included; ``"off"`` gives all equal parts.
-        batched: whether gradients of several groups are computed at a time with ``torch.func.vmap``; ``"auto"`` where
-            that is faster and changes results by rounding only.
+        batched: whether gradients of several groups are computed at a time, where possible, with ``torch.func.vmap``,
+            which changes rounding and random numbers; ``"auto"`` where that is faster, in models without buffers and
+            dropout modules.
         members_apart: whether each member's gradient is computed separately, and averaged as in DDP; for bit-equality
             with real groups of several ranks.
 
@@ -96,8 +97,8 @@ class Limits:
     """The limits of a simulated run, which ends at the first that it reaches.
 
     Args:
-        updates: the most updates: ticks of the server's clock or, with gossip, local steps of any group. Fragments that
-            are merged at one moment are not separated.
+        updates: the most updates: ticks of the server's clock or, with gossip, local steps of any group. Fragments
+            merged at one moment may exceed it.
         epochs: the most passes over the data.
         seconds: the latest virtual time, in seconds.
 
@@ -138,8 +139,8 @@ class Evaluation:
             contains "loss" or "error").
 
     Raises:
-        ConfigurationError: a period is not above 0, the target is no pair of a name and a number, or a target is set
-            without a period.
+        ConfigurationError: a period is not above 0 or ``every`` not whole, the target is no pair of a name and a
+            number, or a target is set without a period.
 
     Example:
         >>> Evaluation(every=50, target=("accuracy", 0.9)).target

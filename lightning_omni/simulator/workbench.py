@@ -36,7 +36,7 @@ class WeightsByClock:
     """The weights of each clock that a group still uses.
 
     Attributes:
-        most: the most weights that were alive at a time.
+        most: the largest number of such clocks at a time.
     """
 
     def __init__(self, layout: Layout) -> None:
@@ -126,7 +126,7 @@ MOST_SAMPLES = 512
 MOST_NUMBERS = 2_000_000
 """The most weights in them together, for the same reason."""
 FEWEST_TOGETHER = 8
-"""The fewest gradients computed at a time; fewer are as fast one by one."""
+"""The fewest gradients computed at a time, unless ``batched`` is True; fewer are as fast one by one."""
 
 
 class Samples:
@@ -222,7 +222,7 @@ class Workbench:
         self._several_at_one = vmap(grad_and_value(self._value), in_dims=(None, 0), randomness="different")
 
     def begin(self, group: int, due: float, weights: list[Tensor], parts: list[Tensor]) -> None:
-        """Begin a computation; the group needs its result at ``due``, in seconds, and keeps ``weights`` until then."""
+        """Begin a computation whose result is needed at ``due``, in seconds; ``weights`` must not change before."""
         self._jobs[group] = _Computation(group, due, weights, parts)
 
     def drop(self, group: int) -> None:
@@ -319,14 +319,14 @@ class _Objective(nn.Module):
 
 
 def _suits(model: nn.Module, group_batch: int) -> bool:
-    """Return whether batching is faster and independent of the order: no running statistics, no random operations."""
+    """Return whether batching is faster, and the model has no buffers or dropout modules."""
     if group_batch > _FEW_SAMPLES and any(parameter.dim() > 2 for parameter in model.parameters()):
         return False  # convolutions with separate weights for each group of samples are slow
     return not any(True for _ in model.buffers()) and not any(isinstance(m, _DropoutNd) for m in model.modules())
 
 
 def _added(total: list[Tensor | None], gradient: Sequence[Tensor | None], members: int) -> list[Tensor | None]:
-    """Return ``total + gradient / members``; a missing tensor counts as zero unless it is missing everywhere."""
+    """Return ``total + gradient / members``, in place; a missing tensor counts as zero unless missing everywhere."""
     parts = [None if tensor is None else tensor / members for tensor in gradient]
     if not total:
         return list(parts)

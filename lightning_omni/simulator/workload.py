@@ -111,7 +111,7 @@ def workload_named(text: str, seed: int = 0) -> Workload:
         seed: seed of torch's RNG while the function runs, and so of the model's initial weights.
 
     Raises:
-        ConfigurationError: the function does not exist, or returns another type.
+        ConfigurationError: ``text`` names no function, or one that returns another type.
 
     Example:
         >>> workload_named("synthetic").nbytes

@@ -141,7 +141,7 @@ class ValidationBook(msgspec.Struct):
 class Epochs(msgspec.Struct, dict=True):
     """The current epoch of a run, and its validations. The fields are the saved state.
 
-    ``samples`` are those of each group, trained since groups were formed.
+    ``samples`` are those that each group was the first to train since groups were formed.
     """
 
     book: LeaseBook | None = None

@@ -124,7 +124,7 @@ class LeaseBook(msgspec.Struct):
         return drawn[number:]
 
     def deal(self, group: int, number: int) -> None:
-        """Add the group's batch of that number, and a few more, unless it has drawn it."""
+        """Add the group's batch of that number, and a few more, as far as free for it, unless it has drawn it."""
         drawn = self._drawn[group]
         if number == len(drawn):
             size = self._sizes[group] // self.plan.ranks_per_batch * self.plan.batch_size

@@ -1,4 +1,4 @@
-"""The services for an epoch: leases of its samples, and validations while groups train."""
+"""The service for an epoch: leases of its samples, and validations while groups train."""
 
 from __future__ import annotations
 
@@ -19,8 +19,6 @@ LARGEST = 256 << 20
 
 
 class EpochService(Service):
-    """The service that leases the samples of an epoch, and assigns its validations."""
-
     def __init__(self, run: RunContext, training: Training) -> None:
         self._roster, self._epochs, self._events, self._journal = run.roster, run.epochs, run.events, run.journal
         self._training = training

@@ -1,1 +1,1 @@
-"""The members of a run: the roster of ranks, groups, joining, numbers of new ranks, and time-outs."""
+"""The members of a run: ranks and groups, joining, and time-outs."""

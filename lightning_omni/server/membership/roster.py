@@ -3,8 +3,8 @@
 Rule 1: a lost rank never rejoins the same run under its number.
 Rule 2: a rank that was not announced may join a running run, under a number beyond the announced ones; it participates
 only once it is in a group.
-Rule 3: a dead rank's group is lost with it; if it is the recorder's or the only one, or the rank is in none, the run
-ends.
+Rule 3: a dead rank's group is lost with it; if it is the recorder's or the only one (but see Rule 4), or the rank is in
+none, the run ends.
 Rule 4: where groups join on their own, the recorder is the lowest live rank, and once state is stored for groups that
 join, the run ends when a group has trained it to its end, not when groups are gone.
 Rule 5: each rank number is assigned once. The first group to request numbers begins the run, and numbers its ranks from
@@ -29,8 +29,8 @@ from lightning_omni.wire.messages import CONTROL, DATA, FormGroups, Heartbeat, H
 
 # Rule 1: an incarnation is used once in a run, a number once between two formings of groups.
 # Rule 2: several servers, each of which holds a partition of the parameters, receive their parts of a request from a
-# group's leader. If groups were formed so, each server instead receives its part from the member of the same number,
-# which counts as the leader there; further members send nothing there.
+# group's leader. If they were formed ``by_member``, each server instead receives its part from the member of the same
+# number, which counts as the leader there; further members send nothing there.
 
 
 class FormedGroups(msgspec.Struct, dict=True):
@@ -41,7 +41,7 @@ class FormedGroups(msgspec.Struct, dict=True):
         incarnation: the last incarnation used.
         message: the recorder's, by which they were formed; None before.
         alive: numbers of the groups that have ranks.
-        ranks: the group of each of these ranks.
+        ranks: the group of each of their ranks.
     """
 
     groups: tuple[tuple[int, ...], ...] = ()
@@ -122,7 +122,7 @@ class FormedGroups(msgspec.Struct, dict=True):
 
 
 JOINS = "joins-"
-"""Prefix of the names of runs that groups join on their own. The server recognizes such a run by it."""
+"""Prefix by which the server recognizes the name of a run that groups join on their own."""
 MOST_RANKS = 1 << 16
 """The most rank numbers of a run."""
 
@@ -225,7 +225,7 @@ class Roster:
 
     Attributes:
         first: the message of the first rank that was admitted.
-        began: time at which the first rank was admitted.
+        began: time at which the first rank was admitted, or an earlier server's state was loaded.
         over: why the run cannot continue, or "".
         can_continue: whether a group that joins can continue the run, even if no rank is left.
         barred: lost ranks whose group must not rejoin by itself.
@@ -352,7 +352,7 @@ class Roster:
         return self.members.get(self._ranks.get((channel, peer), -1))
 
     def data_connection(self, rank: int) -> tuple[bytes, bytes] | None:
-        """Return a rank's data connection and its secret; None without one."""
+        """Return a rank's data connection and its secret; None without one, or if the rank is gone."""
         member = self.members.get(rank)
         return (member.data_peer, member.session) if member and member.data_peer and rank not in self.gone else None
 

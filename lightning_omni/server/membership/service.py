@@ -1,7 +1,7 @@
 """Membership: the forming and joining of groups, the loss and departure of ranks, and the end of the run.
 
 Rule 1: each service handles a loss itself; this module only decides their order.
-Rule 2: when the run cannot continue, every rank is notified once, and again at each later request.
+Rule 2: when the run cannot continue, every rank is notified once, and again at later requests.
 """
 
 from __future__ import annotations

@@ -1,1 +1,1 @@
-"""The parameters at the server: optimizers with their master weights, merged heads, checks and counts of pushes."""
+"""The parameters at the server: master weights, merged heads, checks and counts of pushes."""

@@ -146,7 +146,8 @@ class PushCounts:
         staleness: number of pushes with each staleness.
         by_group: for each group, the same since groups were formed.
         refused: refused pushes, and own weights left out of a mean, since the weights were uploaded.
-        refused_in_row: each group's pushes that were not finite since its last finite or declined one.
+        refused_in_row: each group's pushes and own weights that were not finite, since its last finite ones or declined
+            push.
     """
 
     def __init__(self) -> None:

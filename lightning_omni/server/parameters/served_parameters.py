@@ -1,6 +1,6 @@
 """One optimizer's master weights at the server, with the merging of pushes and the tensors of answers.
 
-Rule: the method counts staleness against the clock in `Master`, and only `counts` records it.
+Rule: the method counts staleness against the clock in `Master`; `counts` has its statistics.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from lightning_omni.wire.messages import PushMessage
 ROOM = 1 << 30
 """The most bytes of parameters added during a run, beyond the announced ones."""
 _STATES = 4
-"""The most bytes of an upload of added parameters and their optimizer state, as a multiple of the weights' bytes."""
+"""The most bytes of added parameters with optimizer state, as a multiple of all weights' bytes and the room left."""
 
 
 class GroupHistory(NamedTuple):
@@ -239,7 +239,7 @@ class ServedParameters:
         self.method_side.rearranged(self._settings)
 
     def _in_newest(self, message: PushMessage, known: Structure) -> Sequence[Mapping[str, Any]]:
-        """Return a push's hyperparameters for the server's parameter groups: the last ones where it has none."""
+        """Keep and return a push's hyperparameters for the server's parameter groups: the last where it has none."""
         newest = self.structures.newest
         if known == newest:
             self._settings = list(message.hyperparameters)
@@ -338,7 +338,7 @@ class ServedParameters:
         return [None if tensor is None else view for tensor, view in zip(tensors, views, strict=True)]
 
     def payload_of(self, reply: Reply, fragment: int | None = None) -> Tensor:
-        """Return the answer to a push of a fragment, or of everything, as flat memory: valid until the next update."""
+        """Return the answer to a push of a fragment, or of all, in flat memory valid until the next update or call."""
         if reply.tensors is None and fragment is None:
             return self.buffer
         if self._answer is None:
