@@ -1,6 +1,7 @@
 """The subcommands of ``lightning-omni``: one function each, whose parameters are its options.
 
-A module of its name has the work of each. Nothing heavy is imported at the top: ``--help`` must not wait for torch.
+Most have their work in a module of the same name. Nothing heavy is imported at the top: ``--help`` must not wait for
+torch.
 """
 
 from __future__ import annotations
@@ -163,13 +164,13 @@ def plan(
             measured.
         nodes: Number of nodes, for per-node. By default each device is a node.
         batch_size: Samples in one device's batch. By default as measured.
-        method: Method of the exchange, as in local_sgd. By default the best of those that OmniTuner searches, or has
-            searched.
+        method: Method of the exchange, as in local_sgd. By default the best of those that OmniTuner searched, or the
+            run's own.
         compression: Format of pushes, or of push and pull, as in int8 or int8/bf16. By default the best, likewise.
         period: Local steps between two exchanges. By default the best.
         all_reduce: Format in which the members of a group average gradients, as in powersgd:8; fp32 for uncompressed.
             By default the best, likewise.
-        samples: Samples that training takes with one group, to predict the time of the whole training.
+        samples: Samples that training takes with one group, to predict its whole time.
         momentum: Momentum that suits a single group. By default the file's.
         lr: Learning rate that suits a single group. By default the file's.
     """
@@ -275,7 +276,8 @@ def serve(
 ) -> int:
     """Run a parameter server for runs with OmniStrategy(server="tcp://host:port").
 
-    The server takes one run at a time; when all its ranks have left, the next one may join. Stop it with Ctrl-C.
+    The server takes one run at a time; when it is over and its ranks have left, the next one may join. Stop it with
+    Ctrl-C.
 
     Args:
         host: Address to listen on. By default loopback, or with --number the one that the coordinator reaches.
@@ -301,7 +303,7 @@ def serve(
         number: Number of the share that this server holds, if another one coordinates.
         coordinator: Address of the coordinating server.
         http: Port for /metrics (Prometheus), /status (JSON), /healthz and /readyz, which anyone who can connect may
-            read; 0 selects a free one. By default the server has no HTTP port.
+            read; 0 selects a free one. By default none.
         http_host: Address for --http; see --host.
         state: Directory in which a single server saves its state. If it is killed, another one continues its run at
             once (on Linux), or a server that you start with the same directory and address. Ranks try to reconnect for
@@ -431,14 +433,13 @@ def doctor(address: str, key_file: Path | None = None, mb: float = 100.0, encryp
     """Check and measure the connection from this machine to a parameter server.
 
     It checks ports, key, versions, latency, and bandwidth, for at least 0.7 s in each direction, and predicts
-    the time of an exchange. It does not join the run. The exit status is 1 if a check failed, else 0.
+    the time of an exchange. It does not join the run. The exit status is 1 if a check failed.
 
     Args:
         address: Address of the server, as in tcp://host:5555.
-        key_file: File with the shared key. By default the key is that in LIGHTNING_OMNI_KEY, or else in the file that
-            lightning-omni serve creates.
+        key_file: File with the shared key. By default the key in LIGHTNING_OMNI_KEY, or else in serve's default file.
         mb: Size of the model's parameters in MB (of 4 bytes each), to predict the time of an exchange.
-        encryption: "curve" or "off", the same as the server's.
+        encryption: "curve" or "off", as the server's.
     """
     check_above_zero({"mb": mb})
     with command_output() as output:
@@ -468,16 +469,15 @@ def top(
 ) -> int:
     """Watch the run of a parameter server: groups, speeds, staleness, progress, joins and losses.
 
-    It needs the run's key, in LIGHTNING_OMNI_KEY or a file, and does not join the run.
+    It does not join the run.
 
     Args:
         address: Address of the server, as in tcp://host:5555.
-        key_file: File with the shared key. By default the key is that in LIGHTNING_OMNI_KEY, or else in the file that
-            lightning-omni serve creates.
+        key_file: File with the shared key. By default the key in LIGHTNING_OMNI_KEY, or else in serve's default file.
         every: Time between two requests to the server, as in 2s, or in seconds.
         once: Print the table once and exit. The default if standard output is no terminal, or cannot overwrite lines
             (TERM=dumb).
-        encryption: "curve" or "off", the same as the server's.
+        encryption: "curve" or "off", as the server's.
     """
     # Imported here, so that --help does not wait for torch.
     from lightning_omni.cli.top import AGAIN, Rates, picture, watch
@@ -503,17 +503,17 @@ def top(
 
 
 def evict(address: str, group: str, bar: bool = False, key_file: Path | None = None, encryption: str = "curve") -> int:
-    """Evict a group from the run of a parameter server, as if it had died.
+    """Evict a group from the run of a parameter server.
 
-    Its ranks exit with the reason; what it had drawn goes back to the pool, and the other groups continue.
+    Its ranks exit with the reason, and do not rejoin by themselves; its batches go back to the pool, and the other
+    groups continue.
 
     Args:
         address: Address of the server, as in tcp://host:5555.
         group: Name of the group, as top shows it.
         bar: Let no group that connects from the same addresses join any more, where groups join on their own.
-        key_file: File with the shared key. By default the key is that in LIGHTNING_OMNI_KEY, or else in the file that
-            lightning-omni serve creates.
-        encryption: "curve" or "off", the same as the server's.
+        key_file: File with the shared key. By default the key in LIGHTNING_OMNI_KEY, or else in serve's default file.
+        encryption: "curve" or "off", as the server's.
     """
     # Imported here, so that --help does not wait for torch.
     from lightning_omni.transport.zeromq.keys import load_key

@@ -45,11 +45,12 @@ class DescribedMachines:
     bandwidths its links.
 
     Args:
-        serve_per_byte: seconds of a server's update for a byte of the weights.
-        backward: part of a step in which DDP hides its all-reduce but for the last bucket.
+        serve_per_byte: as `SERVE_PER_BYTE`.
+        backward: as `BACKWARD`.
 
     Raises:
-        ConfigurationError: a speed is not above 0, or the ranks are fewer than two or no multiple of ``sites``.
+        ConfigurationError: a speed is not above 0 and finite, or the ranks are fewer than two or no multiple of
+            ``sites``.
     """
 
     speeds: tuple[float, ...]
@@ -342,7 +343,7 @@ class MachineComparison:
 
     @property
     def tuned_snippet(self) -> str:
-        """Return what to write to leave the choice to the run; empty if DDP, or its bf16 hook, is as fast."""
+        """Return what to write to leave the choice to the run; empty if `verdict` is DDP, or its bf16 hook."""
         if not self.pays or self.has_hook:
             return ""
         return "Trainer(strategy=OmniStrategy(), callbacks=[OmniTuner()], ...)  # or this: it measures and chooses"

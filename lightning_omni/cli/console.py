@@ -87,7 +87,7 @@ CommandOutput = tuple[Callable[[RenderableType], None], Callable[[str], None]]
 
 @contextmanager
 def command_output() -> Iterator[CommandOutput]:
-    """Show results when they are found, and on a terminal what is waited for in between."""
+    """Provide a `CommandOutput`, which announces waits on a terminal only."""
     console = _output()
     with console.status("") as status:  # nothing without a terminal
         result = console.print if console.is_terminal else show

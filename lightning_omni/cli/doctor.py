@@ -31,7 +31,7 @@ CONNECT_TIME = 5.0
 PROBES = 20
 """Number of small requests, whose median time is the latency."""
 SECONDS = 0.7
-"""Duration of the measurement in each direction."""
+"""Least duration of the measurement in each direction."""
 UNDER_WAY = {"to": 192, "from": 8}
 """Pieces that travel at a time, 6 to 8 MB in total: fewer than the server queues, and enough for most links."""
 WIRES = ("fp32", "bf16", "int8", "topk:0.01")

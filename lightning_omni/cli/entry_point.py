@@ -136,7 +136,10 @@ _COMMANDS: dict[str, Callable[..., Any]] = {
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Run the command line, by default the process's own, and return the exit status; without arguments, print help."""
+    """Run the command line, by default the process's own, and return the exit status; without arguments, print help.
+
+    ``--help``, ``--version`` and wrong usage raise SystemExit.
+    """
     given = (sys.argv[1:] if arguments is None else arguments) or ["--help"]
     if isinstance(sys.stdout, io.TextIOWrapper):  # as standard error does
         with suppress(OSError):  # "Illegal seek", if a pipe replaced a file; the setting is made all the same

@@ -108,7 +108,10 @@ class StopSignals:
 
 
 def stand(settings: ServerSettings, options: Options, console: Console) -> int:
-    """Serve until stopped. Where possible, a server that saves its state is forked, and again after its death."""
+    """Serve until stopped, or with ``once`` one run; return the exit status.
+
+    Where possible, a server that saves its state is forked, and again after its death.
+    """
     logging.basicConfig(format="%(asctime)s %(message)s", datefmt=TIMES, level=logging.WARNING)
     signals = StopSignals()
     supervises = bool(settings.state) and can_supervise()

@@ -14,8 +14,6 @@ from lightning_omni.cli.units import Quantity
 class SimulationSettings:
     """Model, cluster, length of the runs, and files for the results.
 
-    Times are in seconds, or with a unit as in 5ms; bandwidths in bytes per second, or as in 10Gbit or 1GB/s.
-
     Args:
         groups: Number of compute groups, into which the devices are split evenly. By default every device is a group.
         devices: Number of devices.
@@ -45,7 +43,7 @@ class SimulationSettings:
         lr: Learning rate, or several as in [0.03, 0.1], of which each method gets its best: the first to reach the
             target, or else with the lowest last loss. By default one method uses the workload's; each of several gets
             its best around it.
-        momentum: Momentum. By default the workload's.
+        momentum: By default the workload's.
         epochs: Passes over the data after which a run ends; 10 without --updates and --seconds.
         updates: Updates after which a run ends.
         seconds: Virtual time after which a run ends, as in 10min, or in seconds.

@@ -84,9 +84,10 @@ def picture(overview: Overview, rates: Rates, note: str = "") -> RenderableType:
 
 
 class GroupsTable:
-    """A table with a row for each group; times are means over its ranks.
+    """A table with a row for each group.
 
-    Narrow terminals omit the least important columns.
+    Times of steps are means over its ranks; "alive" counts from the last rank's admission. Narrow terminals omit the
+    least important columns.
     """
 
     def __init__(self, overview: Overview, rates: Rates) -> None:

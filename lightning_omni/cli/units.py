@@ -28,8 +28,11 @@ def rate_of(name: str, given: Quantity) -> float:
 
     Args:
         name: the option, with which errors begin.
-        given: bytes per second, or a number with ``bit``, ``bit/s``, ``bps``, ``B`` or ``B/s`` and k, M, G or T before
-            it (powers of 1000; Ki, Mi, Gi and Ti are those of 1024).
+        given: bytes per second, 1000 or more; or a number with ``bit``, ``bit/s``, ``bps``, ``B`` or ``B/s`` after an
+            optional k, M, G or T (powers of 1000; Ki, Mi, Gi and Ti are those of 1024).
+
+    Raises:
+        ConfigurationError: ``given`` is none of these, or not above 0.
 
     Example:
         >>> rate_of("--bandwidth", "1Gbit"), rate_of("--bandwidth", "1.5 MB/s"), rate_of("--bandwidth", 2.5e8)
@@ -54,7 +57,7 @@ def rate_of(name: str, given: Quantity) -> float:
 
 
 def bytes_of(name: str, given: Quantity) -> int:
-    """Return a number of bytes, given as such, or as a number with a prefix as in `rate_of` and ``B``.
+    """Return a number of bytes, given as such, if 1000 or more, or with ``B`` after an optional prefix as in `rate_of`.
 
     Example:
         >>> bytes_of("--model-size", "50MB"), bytes_of("--model-size", 4e6)

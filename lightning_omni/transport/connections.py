@@ -41,7 +41,7 @@ class Control(ABC):
     One thread makes all requests. Another may keep the connection alive: it sends a `heartbeat` twice a second and
     passes received messages to `handle`.
 
-    ``on_end`` is called once, from any thread, when this rank must stop.
+    ``on_end`` is as in `lightning_omni.transport.Transport.join`.
 
     Attributes:
         failures: reasons of ranks that have failed by themselves.
@@ -82,24 +82,24 @@ class Control(ABC):
         Return the answer, and the parts of its payload.
 
         Raises:
-            Refused: the server refused.
+            ProtocolError: the server refused (`Refused`), or a message is malformed or too large.
             RankLost: this rank was evicted, or the run is over.
             ConnectionLost: the server is gone, or did not answer within ``timeout`` seconds.
         """
 
     @abstractmethod
     def post(self, message: m.Message) -> None:
-        """Send a message without an answer, within half a second and from any thread."""
+        """Send a message that has no answer, from any thread; over an open connection within half a second."""
 
     @abstractmethod
     def wait_for_end(self, seconds: float) -> OmniError | None:
-        """Return the error that ended this rank's run, if the server reports it within this time."""
+        """Wait for the error that ends this rank's run, and return it; None after ``seconds`` without one."""
 
     @abstractmethod
     def attach(self, timeout: float = 300.0, address: str = "") -> Data:
         """Open this rank's data connection, to this server or to the ``address`` of another's data socket.
 
-        ``timeout`` is in seconds, for each answer.
+        ``timeout`` is in seconds, for each piece of an answer.
         """
 
     def empty(self, nbytes: int) -> Tensor:
@@ -123,7 +123,10 @@ class Control(ABC):
 
     @abstractmethod
     def close(self, reason: str | None = None) -> None:
-        """Send a goodbye with the reason of a failure ("" for none; None sends no goodbye), and close."""
+        """Close, after a goodbye unless ``reason`` is None or the run has ended.
+
+        ``reason`` is that of a failure, or "" for none.
+        """
 
     # --- Common to all transports ------------------------------------------------------------------------------------
 
@@ -178,23 +181,23 @@ class Control(ABC):
         return self._ended
 
     def check(self) -> None:
-        """Raise the error that ended this rank's run, if any. A rank that waits for the server calls it repeatedly."""
+        """Raise the error that ended this rank's run, if any. Each call counts as progress: waiting ranks repeat it."""
         self.progress += 1
         if self._ended is not None:
             raise self._ended
 
     def report_timings(self, compute: float, step: float, exchange: float) -> None:
-        """Set seconds for the next heartbeat; ``step`` is the whole step."""
+        """Set seconds for the next heartbeats; ``step`` is the whole step."""
         self._timings = (compute, step, exchange)
 
     def report_progress(self, is_expected: bool = False) -> None:
-        """Record progress of this rank; if ``is_expected``, as after a batch, the server expects more."""
+        """Record progress of this rank; if ``is_expected``, as after a batch, the server expects more from then on."""
         self.progress += 1
         self._is_expected |= is_expected
         self._is_judged = self._is_expected
 
     def suspend_stall_check(self) -> None:
-        """Suspend the check for progress until this rank makes progress again."""
+        """Suspend the check for progress until this rank reports progress again."""
         self._is_judged = False
 
     def heartbeat(self, now: float) -> m.Heartbeat:
@@ -252,16 +255,18 @@ class Data(ABC):
 
         Raises:
             RankLost: this rank's group is out of the run, or the run is over.
+            ConnectionLost: the connection has ended.
         """
 
     @abstractmethod
     def receive(self, expect: type[Answer], into: Tensor | None = None) -> tuple[Answer, Tensor]:
-        """Wait for the answer to the sent message, with its payload: uint8, perhaps empty.
+        """Wait for the answer to the sent message, with its payload: uint8, and empty if there is none.
 
-        Fresh memory is used if ``into`` is missing or too short, unless the answer is in that given to `send`.
+        The payload is in the memory given to `send` if written there, else in ``into`` if that is long enough, else in
+        fresh memory.
 
         Raises:
-            Refused: the server refused.
+            ProtocolError: the server refused (`Refused`), or the answer is malformed.
             RankLost: this rank's group is out of the run, or the run is over.
             ConnectionLost: no answer in time, or the connection has ended.
         """
@@ -348,7 +353,7 @@ class Peers(Protocol):
         """Return the address at which this leader listens."""
 
     def connect(self, addresses: Mapping[int, Address]) -> None:
-        """Set the addresses of the other groups' leaders; must be called first."""
+        """Set the addresses of the other groups' leaders, before `read` and `send`."""
 
     def publish(self, optimizer: int, tensors: Sequence[Tensor]) -> None:
         """Publish a copy of these weights for other leaders to read."""
@@ -357,7 +362,10 @@ class Peers(Protocol):
         """Return the weights that a group has published, on the CPU; None if none can be read."""
 
     def send(self, group: int, optimizer: int, tensors: Sequence[Tensor]) -> None:
-        """Put weights into a group's inbox, unless it is too slow or cannot be reached."""
+        """Send weights to a group's inbox; they are dropped if the group is too slow or cannot be reached.
+
+        The group may drop them, too, if they are not finite or its layout is another.
+        """
 
     def read_inbox(self, optimizer: int) -> Inbox:
         """Empty an optimizer's inbox, and return its content."""

@@ -7,7 +7,8 @@ Rule 1: messages on a control connection arrive in order, and so do messages on 
 Rule 2: a request has one answer. A refusal is raised as `Refused`, and the end of this rank's run as the error that
 ended it.
 Rule 3: if a control connection ends without a goodbye, the driver calls `ServerCore.hang_up`: its rank is lost.
-Rule 4: the server trusts no sender. It calls `ServerCore.check_payload` before it allocates memory for a payload.
+Rule 4: the server trusts no sender. It calls `ServerCore.check_payload` before it allocates memory for a data message's
+payload.
 """
 
 from __future__ import annotations
@@ -43,10 +44,10 @@ class Served(Protocol):
         """Return the address at which ranks join."""
 
     def run(self, until: Callable[[], bool]) -> None:
-        """Serve until ``until()`` is true, which is called several times a second."""
+        """Serve until ``until()``, called several times a second, is true, or a followed server is gone."""
 
     def farewell(self, reason: str) -> None:
-        """Notify the other ranks that the rank that owns this server has ended, unless the run has."""
+        """End the run for this reason, if rank 0, which owns this server, still takes part in it."""
 
     def close(self) -> None:
         """Stop listening; queued messages have a short time to be sent."""
@@ -87,8 +88,8 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
         Args:
             core: state machine of the server.
             host: address of this machine to listen on; empty if all ranks are on it, for the fastest connection.
-            port: port to listen on, if the transport has ports; 0 for a free one.
-            data_port: port for tensors, if the transport has a separate one; 0 for a free one.
+            port: port, if the transport has any; 0 for a free one.
+            data_port: port for tensors, if that is another; 0 for a free one.
 
         Raises:
             ConfigurationError: it cannot listen there.
@@ -100,15 +101,16 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
 
         Args:
             core: state machine of the server, with the number of its share.
-            coordinator: address of the coordinating server. When that is gone, `Served.run` returns.
+            coordinator: its address.
             host: as in `serve`; empty also for the address from which the coordinating server is reached.
             port: as in `serve`.
             data_port: as in `serve`.
 
         Raises:
-            ConfigurationError: it cannot listen there, or the transport does not support several servers.
+            ConfigurationError: it cannot listen there, ``coordinator`` is no address, or the transport does not support
+                several servers.
             ConnectionLost: the coordinating server cannot be reached.
-            Refused: the coordinating server refuses this one.
+            ProtocolError: the coordinating server refuses this one (`Refused`), lacks the key, or answers wrongly.
         """
         raise ConfigurationError(
             f"transport={name_of(self)}: with it one server holds all weights; pass Server(count=1)"
@@ -131,16 +133,17 @@ class Transport(msgspec.Struct, frozen=True, kw_only=True, tag_field="name"):
             address: address of the server.
             key: the run's shared secret.
             run: a name on which all ranks of the run agree.
-            rank: this rank.
-            world_size: number of ranks; 0 if this one was not announced and joins a running run, under its own number.
+            rank: this rank; beyond the announced ones if ``world_size`` is 0.
+            world_size: number of ranks; 0 if this one was not announced and joins a running run.
             layout: the parameters of all optimizers; every rank must have the same.
-            on_end: called, perhaps from another thread, when this rank must stop.
-            silence: seconds without a sign of life after which the server evicts the rank, if the transport can send
-                such signs without Python; 0 for never.
+            on_end: called once, from any thread, when this rank must stop.
+            silence: seconds without a sign of life after which the server evicts the rank; unless it is 0, the
+                transport sends such signs without Python, if it can.
 
         Raises:
+            ConfigurationError: the address is wrong, or this machine cannot encrypt.
             ConnectionLost: the server cannot be reached.
-            Refused: the server refuses this rank.
+            ProtocolError: the server refuses this rank (`Refused`), lacks the key, or answers wrongly.
         """
         raise NotImplementedError(f"{type(self).__name__} cannot join")
 
@@ -167,7 +170,7 @@ from_wire = _registry.from_wire
 
 
 def register(kind: type[Transport]) -> type[Transport]:
-    """Register your own transport under its tag. This is a class decorator.
+    """Register your own transport under its tag, as a class decorator.
 
     The embedded server imports the module of a run's transport; a standalone server needs the argument
     ``lightning-omni serve --transport module:Class``.

@@ -17,7 +17,7 @@ from lightning_omni.wire import messages as m
 class Requests:
     """A rank's data connections, used concurrently: it sends each server its part before it waits for any answer.
 
-    With ``by_member``, this rank exchanges only over the last one, and other members of its group with other servers.
+    With ``by_member``, `send` uses only the last one: other members of this rank's group send to other servers.
     """
 
     def __init__(self, connections: Sequence[Data], by_member: bool = False) -> None:

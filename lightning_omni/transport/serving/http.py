@@ -1,9 +1,9 @@
 """HTTP for a server: metrics for Prometheus, status as JSON, and probes.
 
-Rule 1: the HTTP server never accesses the server's state. Its own threads answer requests from the last snapshot.
+Rule 1: the HTTP server's own threads answer from the last snapshot, and never access the server's state.
 Rule 2: requests are bounded in time and size, and open connections in number. No request changes anything; every
 process that can connect can read, without a key.
-Rule 3: unknown values are left out.
+Rule 3: metrics of unknown value are left out.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class TimedOverview:
 
     Attributes:
         missing: number of servers that have not joined the coordinating one.
-        is_of_run: False if only the coordinating server has the run's status.
+        is_of_run: whether this server coordinates: others do not have the run's status.
     """
 
     overview: m.Overview
@@ -215,7 +215,7 @@ def status_json(overview: m.Overview, age: float, updated: float) -> bytes:
 
 
 def format_of(accept: str) -> str:
-    """Return the format of the metrics for a reader, whose header ``accept`` is not trusted."""
+    """Return `OPEN_METRICS` if the header ``accept`` names it, else ""."""
     return OPEN_METRICS if OPEN_METRICS in accept else ""
 
 

@@ -48,7 +48,6 @@ class ServerSettings(msgspec.Struct, frozen=True):
             TCP for the address from which it is reached.
         coordinator: address of server 0, for the others.
         state: directory for the server's state; empty to save none.
-        save_every: seconds between two saves.
         progress_timeout: as in `ServerCore`; None for infinite.
     """
 
@@ -113,7 +112,14 @@ class ServerProcess:
         return self._process.pid
 
     def address(self) -> str:
-        """Wait for the address of the control socket: ``tcp://host:port`` or ``ipc:///directory/control``."""
+        """Return the address of the control socket, for which the first call waits.
+
+        With ZeroMQ it is ``tcp://host:port`` or ``ipc:///directory/control``.
+
+        Raises:
+            ConfigurationError: the server did not start.
+            ConnectionLost: its process has ended, or does not listen within `STARTS_WITHIN`; it is stopped.
+        """
         if not self._address:
             ready = msgspec.json.decode(self._first_line(), type=Ready)
             if ready.error:

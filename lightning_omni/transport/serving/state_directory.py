@@ -1,8 +1,8 @@
 """The server's state on disk, from which another server can continue when this one is gone.
 
 A save is a file of plain data and tensors (`lightning_omni.wire.codec`), written beside the last one and then renamed.
-Each has a journal (`lightning_omni.wire.journal`) of the answers sent to ranks after it. Every entry is written before
-the answer is sent.
+Each has a journal (`lightning_omni.wire.journal`) of the decisions sent to ranks after it. Every entry is written
+before its answer is sent.
 
 Rule 1: the state is copied between two messages, while the server waits; a separate thread writes the copy.
 Rule 2: a failed save is repeated when the next one is due, and the last one stays until then. If the journal lacks an
@@ -49,7 +49,7 @@ RECONNECT_TIMEOUT = 300.0
 EMBEDDED_RECONNECT_TIMEOUT = 60.0
 """Seconds for which ranks look for an embedded server that is gone; its supervisor forks another."""
 LARGEST_FRACTION = 0.02
-"""The largest fraction of its time that the server spends on saves; it saves a larger state less often."""
+"""The largest fraction of its time that the server spends on periodic saves; it saves a larger state less often."""
 _LOCK = "lock"
 _GAP = "gap-"
 """Prefix that a journal gets when an entry could not be written: renaming needs no space on the disk."""
@@ -103,7 +103,7 @@ class StateDirectory:
         self._went_on = False
 
     def restore(self, core: ServerCore) -> str:
-        """Continue the saved run, if any; return a sentence about it, or ""."""
+        """Continue the saved run, if one can be continued; return a sentence about it, or ""."""
         core.reconnect_timeout = self._reconnect_timeout
         saves = numbers_in(self._path, SAVED)
         if not saves:
@@ -135,7 +135,7 @@ class StateDirectory:
         )
 
     def poll(self, core: ServerCore) -> None:
-        """Save the state if it is due; call this often, between two messages."""
+        """Save the state if it is due, or discard that of an ended run; call this often, between two messages."""
         try:
             self._poll(core)
         except OSError as error:  # the directory is not even readable

@@ -1,9 +1,7 @@
 """The supervisor of a parameter server: a process that forks the server and restarts it when that has died.
 
 Importing torch takes seconds, a fork milliseconds. The supervisor does nothing else: it holds no weights, and no
-sockets or threads, which do not survive a fork. The server opens its resources after the fork. ``multiprocessing``
-has such a process, too ("forkserver"), but one for the whole program: a user's loaders would share it, and its
-children import the user's script.
+ZeroMQ sockets or threads, which do not survive a fork.
 
 It is used only where the server saves its state: otherwise another server could not continue.
 """
@@ -32,7 +30,7 @@ GAVE_UP = 3
 _FAILED = 1
 """Exit status of a Python process with an uncaught exception."""
 ORPHANED = 4
-"""Exit status of a server whose starting process is gone."""
+"""Exit status of a server whose supervisor is gone."""
 _PAUSE = 0.25
 """Seconds between two checks whether the server is to end."""
 _END = b"end"
@@ -53,7 +51,7 @@ class Lifeline:
     """A forked server's connection to its supervisor. When that is gone, the process ends at once.
 
     It does not clean up, so that the next server finds the state, the sockets and the port free. ``report`` is the last
-    one of the previous server; "" for the first.
+    one of earlier servers; "" for none.
     """
 
     def __init__(self, wire: socket.socket, report: str) -> None:

@@ -1,7 +1,7 @@
 """Addresses of sockets, and the private directory that holds the sockets of a run on one node.
 
-Only its user may enter that directory. The server locks it while it lives, and removes it; if it is killed, a rank
-that ends does, or the next server that starts.
+The server locks the directory while it lives, and removes it; if it is killed, a rank that ends does, or the next
+server that starts.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _NEW = ".new-"
 
 
 class PrivateDirectory:
-    """A directory of mode 0700, created for one server and locked by it.
+    """A directory of mode 0700 for one server, locked by the process that creates it.
 
     Args:
         base: parent directory; None takes the first of the temporary directory, ``$XDG_RUNTIME_DIR`` and ``/tmp`` in
@@ -77,7 +77,7 @@ def remove_if_abandoned(address: str) -> None:
 
 
 def check_address(address: str, given: str = "") -> None:
-    """Raise `ConfigurationError` unless the address reads ``tcp://host:port`` or ``ipc:///directory/control``.
+    """Raise `ConfigurationError` unless the address reads ``tcp://host:port`` or ``ipc:///path``.
 
     ``given`` is the argument with the address, for the message.
     """

@@ -79,10 +79,10 @@ _SLICE = 200
 
 
 class ControlConnection(Control):
-    """A rank's control connection. One thread sends the requests; a second one keeps the connection alive.
+    """A rank's control connection, which a second thread keeps alive.
 
     Args:
-        address: the server's control socket, ``tcp://host:port`` or ``ipc:///directory/control``.
+        address: the server's control socket.
         key: as for `lightning_omni.transport.Transport.join`, and so are the others.
         connect_timeout: seconds to wait for admission.
         on_end: called from the second thread when this rank must stop.
@@ -387,9 +387,9 @@ def _may_answer(message: m.Message, answer: m.Message, expect: type[m.Message]) 
 
 
 class DataConnection(Data):
-    """A rank's data connection; ``timeout`` is in seconds, for any one answer.
+    """A rank's data connection; ``timeout`` is in seconds, for any one piece of an answer.
 
-    ``check`` is called while waiting, and raises if that is of no use.
+    ``check`` is as in `Dialed.ask`.
     """
 
     def __init__(self, session: Session, check: Callable[[], None], timeout: float = 300.0) -> None:

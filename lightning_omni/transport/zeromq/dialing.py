@@ -168,6 +168,7 @@ def dial(
     Raises:
         Refused: the other side refused, or ended every connection before admission.
         ConnectionLost: no answer arrived.
+        OmniError: another one of ``make``, ``talk`` or ``check``.
     """
     deadline = time.monotonic() + limit
     while True:
@@ -193,5 +194,5 @@ def dial(
 
 
 def attach(secret: bytes, number: int) -> Callable[[handshake.Request], None]:
-    """Return a ``talk`` by which a data connection is admitted."""
+    """Return a ``talk`` for `dial` that opens a data connection, or one between leaders."""
     return lambda request: handshake.attach(request, secret, number, secrets.token_bytes(handshake.NONCE_BYTES))

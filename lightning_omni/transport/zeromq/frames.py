@@ -2,8 +2,8 @@
 
 On the control channel, message and payload are the frames of one ZeroMQ message. On the data channel a message is one
 frame, and its payload follows in ZeroMQ messages of two frames: an empty frame, and at most half a megabyte of bytes.
-If the payload is in memory that both processes share, a second frame of the message holds its range, and nothing
-follows. A larger message is announced by a `LargeMessage` and sent in such pieces, too.
+A second frame of the message may hold ranges in memory that both processes share: for the payload, which then does not
+follow, and for the answer's payload. A larger message is announced by a `LargeMessage` and sent in such pieces, too.
 
 Rule: an answer is consistent. It is copied before the next message, and the weights may change while it is sent.
 """
@@ -26,7 +26,7 @@ from lightning_omni.wire.messages import LargeMessage, Message, encode
 CHUNK = 1 << 19
 """The most bytes of payload in one frame."""
 LITTLE = 8 * CHUNK
-"""Bytes of payload up to which ZeroMQ itself copies: at 4 MB both ways take the same time, at 1 MB this 5 % less."""
+"""Bytes of payload up to which ZeroMQ itself copies: at 4 MB both ways take the same time."""
 _ENVELOPE = 4 << 10
 """An upper bound of the bytes that encryption adds to a frame."""
 LARGEST_CONTROL_FRAME = 64 << 10
@@ -38,7 +38,7 @@ LARGEST_ANSWER_FRAME = 16 << 20
 KEPT_ALIVE = 60
 """Seconds of silence after which the system checks a connection with a TCP keep-alive.
 
-Firewalls and address translation drop connections that are silent for a few minutes, as a data connection may be.
+Firewalls drop connections that are silent for minutes, as a data connection may be.
 """
 CHUNK_MARK = b""
 PROBE = b""
@@ -89,7 +89,7 @@ class Assembly:
 class Copies:
     """A sender of payload copies; the memory of large ones is used again once a frame has been sent.
 
-    ZeroMQ's own copies use fresh memory, and touching that takes longer than copying.
+    ZeroMQ's own copies use fresh memory, which is slow to touch.
     """
 
     def __init__(self) -> None:

@@ -35,17 +35,17 @@ _log = logging.getLogger(__name__)
 MOST_STRANGERS = {LARGEST_CONTROL_FRAME: 256, LARGEST_DATA_FRAME: 64}
 """The most connections of one listening socket that have not been admitted, by the largest frame that it accepts.
 
-For each of its listening sockets, strangers can make a process hold at most
+With encryption, strangers can make a process hold for each of its listening sockets at most
 
     MOST_STRANGERS x (largest frame + CONNECTION_MEMORY),
 
 which is 256 x (64 kB + 64 kB) = 32 MB for the control socket, and 64 x (516 kB + 64 kB) = 37 MB for the data socket and
-for a leader's own: 70 MB in all for a server, whatever strangers send.
+for a leader's own: 70 MB in all for a server.
 """
 CONNECTION_MEMORY = 64 << 10
 """Bytes that ZeroMQ itself needs for one connection: its buffers, pipes and state."""
 ADMISSION_TIME = HANDSHAKE_TIME / 1000 + 2.0
-"""Seconds within which a connection must be admitted."""
+"""Seconds within which a connection must be admitted or, with encryption, have shown the key."""
 STRANGERS_MAY_SEND = 64 << 10
 """Bytes that a connection may send in the clear before it is admitted, where the system counts them (Linux)."""
 BACKLOG = 1024
@@ -66,10 +66,7 @@ _FAILURES = {
     int(zmq.EVENT_HANDSHAKE_FAILED_AUTH): f"{_REFUSAL}; its own key is another",
 }
 _FAST, _SLOW = 0.02, 0.5
-"""Seconds between two polls of unadmitted connections: in the clear (their traffic and age), and encrypted (age only).
-
-Closed gates are polled at the faster rate.
-"""
+"""Seconds between two polls of unadmitted connections: in the clear or while a gate is closed, and encrypted."""
 
 
 class ConnectionGuard:
@@ -98,7 +95,8 @@ class ConnectionGuard:
         It accepts frames of at most ``largest_frame`` bytes, and queues ``most_unread`` messages of a connection.
 
         Raises:
-            ConfigurationError: this machine cannot encrypt; the guard is closed, as after any other error.
+            ConfigurationError: this machine cannot encrypt; the guard is closed.
+            zmq.ZMQError: the endpoint cannot be bound; likewise.
         """
         listening: zmq.Socket[bytes] = self._context.socket(zmq.ROUTER)
         configure(listening, largest_frame)

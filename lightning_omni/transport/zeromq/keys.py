@@ -45,7 +45,7 @@ def key_of_environment() -> bytes | None:
 
 
 def load_key(path: Path | None = None) -> bytes:
-    """Return the key of a server that is running, from a key file.
+    """Return a running server's key, from a key file.
 
     Without ``path``, it is that of the environment variable ``LIGHTNING_OMNI_KEY`` (hexadecimal), or else of the file
     that ``lightning-omni serve`` creates.

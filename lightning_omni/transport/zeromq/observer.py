@@ -41,13 +41,15 @@ class Observer:
     """An observer of a server's run, used by one thread. Nothing in the run waits for it.
 
     Args:
-        address: the server's control socket, ``tcp://host:port`` or ``ipc:///directory/control``.
+        address: the server's control socket.
         encryption: ``"curve"`` or ``"off"``, as the server's.
         timeout: seconds to wait for admission.
 
     Raises:
+        ConfigurationError: the address or the encryption is wrong.
         ConnectionLost: the server cannot be reached; all requests raise this, too.
-        Refused: the server or this process does not hold the key, or their versions differ.
+        Refused: the server or this process does not hold the key, or their versions differ. Requests raise it if the
+            server has dropped this observer for newer ones.
     """
 
     def __init__(self, address: str, key: bytes, encryption: str = "curve", timeout: float = 10.0) -> None:
@@ -80,12 +82,12 @@ class Observer:
 
         Raises:
             RankLost: the run is over.
-            Refused: groups cannot join the run.
+            Refused: groups cannot join the run, or not with so many ranks.
         """
         return self._ask(m.RegisterGroup(ranks=ranks), m.GroupRegistered)
 
     def why_over(self) -> str:
-        """Return why the run that this process has enlisted in is over; "" if that was not reported."""
+        """Return why the run that this process has enlisted in is over; "" without a report since the last call."""
         while self._dialed.wire.poll(0):
             if (frame := self._dialed.wire.recv_multipart()[0]) == PROBE:
                 continue

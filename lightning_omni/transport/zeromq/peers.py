@@ -182,12 +182,11 @@ class PeerConnections:
     """The connections of a leader to the other leaders, used by one thread.
 
     Args:
-        check: called while waiting; raises if waiting is of no use any more.
+        check: as in `Dialed.ask`.
         timeout: seconds to wait for a peer that is not reported as gone.
 
     Attributes:
         dropped: number of messages to receivers that were too slow or unreachable.
-        moved: bytes of weights sent to and read from other groups.
     """
 
     def __init__(
@@ -341,7 +340,7 @@ class PeerConnections:
 class PeerWires(PeerConnections):
     """The connections of a leader with the other leaders, in both directions.
 
-    ``everywhere``: whether leaders on other machines must be able to reach this one.
+    ``everywhere`` is as in `lightning_omni.transport.connections.Control.listen`.
     """
 
     def __init__(

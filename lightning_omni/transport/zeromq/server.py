@@ -125,7 +125,8 @@ class CoordinatorLink:
 def reachable(bound: str, coordinator: str) -> str:
     """Return the address of a socket of this machine as ranks can reach it.
 
-    If the coordinating server is reached over loopback, it names all interfaces: ranks replace the host.
+    If ``bound`` names all interfaces, and the coordinating server is reached over loopback, it is returned: ranks
+    replace the host.
     """
     if is_private(bound) or urlsplit(bound).hostname not in EVERYWHERE:
         return bound
@@ -174,7 +175,7 @@ class ZeroMQServer:
     """A parameter server on two sockets: control and data.
 
     Args:
-        host: IP address or interface to bind; loopback by default, so that no other machine can connect.
+        host: IP address or interface to bind; loopback by default.
         port: port of the control socket; 0 takes a free one, as for ``data_port``.
         directory: directory to listen in instead of on TCP ports; it is removed when the server closes.
         encryption: ``"curve"`` or ``"off"`` for TCP. With ``"off"``, strangers can read and alter the network traffic,
@@ -390,7 +391,7 @@ class ZeroMQServer:
             self._answer_ranges[key] = memory
 
     def _buffer(self, peer: bytes, nbytes: int) -> Tensor:
-        """Return memory for a payload, reused from an earlier one of its size: fresh memory is slow to touch."""
+        """Return memory for a payload, that of an earlier one of its size, if any: fresh memory is slow to touch."""
         if nbytes == 0:
             return torch.empty(0, dtype=torch.uint8)
         kept = self._buffers.setdefault(peer, {})

@@ -1,13 +1,12 @@
 """Payloads that are not sent: a leader shares memory with a server on its machine, and messages hold ranges in it.
 
-A segment is a memfd: it has a descriptor but no name, and it disappears with the last process that holds it, however
-that ends. Its descriptor is sent to a socket in the run's private directory, with a proof that the sender owns an
-admitted data connection. Messages on that connection then have a second frame, `MemoryRanges`, instead of a payload,
-and so do their answers. Linux only.
+A segment is a memfd: it has no name, and disappears with the last process that holds it. Its descriptor is sent to a
+socket in the run's private directory, with a proof that the sender owns an admitted data connection. Messages on that
+connection, and their answers, may then have a second frame, `MemoryRanges`, instead of a payload. Linux only.
 
 Rule 1: the server copies a push out of the leader's memory before it reads it, and copies an answer into it. Neither
 side waits for the other to release memory.
-Rule 2: a connection may share a few times the size of the server's parameters, and loses all of it when its rank is
+Rule 2: a connection may share a few times the size of all servers' parameters, and loses all of it when its rank is
 lost.
 Rule 3: a process maps no memory that the creator could shorten, because access to removed pages would end it by SIGBUS.
 Rule 4: another process may change its segment at any time. So contents are copied, and the copy is checked.
@@ -38,7 +37,7 @@ from lightning_omni.wire.handshake import is_equal, mac_of
 _log = logging.getLogger(__name__)
 
 MOST_TIMES = 4
-"""The most memory that a connection may share, as a multiple of the size of the server's parameters."""
+"""The most memory that a connection may share, as a multiple of the size of all servers' parameters."""
 SLACK = 1 << 20
 """Bytes that it may share beyond that."""
 MOST_SEGMENTS = 256
@@ -155,7 +154,7 @@ class Sharing:
 class SharedMemory:
     """The memory that leaders share with this server, by connection.
 
-    ``find`` returns a rank's data connection and secret, ``held`` the bytes of the server's parameters.
+    ``find`` returns a rank's data connection and secret, ``held`` the bytes of all servers' parameters.
     """
 
     def __init__(self, find: Callable[[int], tuple[Peer, bytes] | None], held: Callable[[], int]) -> None:

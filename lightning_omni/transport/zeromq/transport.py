@@ -31,9 +31,9 @@ class ZeroMQ(Transport, frozen=True, kw_only=True, tag="zeromq"):
     """A transport with two sockets at the server, for messages and tensors, and one at each leader for gossip.
 
     Attributes:
-        encryption: encryption of TCP connections: ``"curve"``, or ``"off"`` on a network whose every user you trust.
-        shared_memory: whether a group's leader and a server on the same machine exchange tensors through shared memory
-            where possible: on Linux, with a server whose sockets are in a directory.
+        encryption: of TCP connections: ``"curve"``, or ``"off"`` on a network whose every user you trust.
+        shared_memory: whether ranks exchange tensors with the coordinating server through shared memory where possible:
+            on Linux, if its sockets are in a directory.
 
     Raises:
         ConfigurationError: the encryption is unknown.
