@@ -215,7 +215,7 @@ class Workbench:
         frozen = any(not parameter.requires_grad for parameter in self._parameters)
         if not batched or frozen:  # vmap would give frozen parameters a gradient
             self._width = 0
-        self._is_probed = False
+        self._is_probed, self._is_automatic = False, batched == "auto"
         self._objective = _Objective(model, loss)
         self._names = [f"model.{name}" for name in parameters]
         self._several = vmap(grad_and_value(self._value), randomness="different")
@@ -233,10 +233,13 @@ class Workbench:
         if job.result is None:
             together = self._neighbours(job) if self._is_probed and self._width >= self._fewest else [job]
             if len(together) < self._fewest or not self._compute_together(together):
+                before = torch.get_rng_state()
                 job.result = self.compute(job.weights, [self.samples.batch(part) for part in job.parts])
                 # For a parameter that takes no part, vmap returns zeros, but torch None, which its optimizers skip.
+                # Random numbers, of dropout for example, are drawn in another order for several gradients at a time.
+                is_random = self._is_automatic and not torch.equal(before, torch.get_rng_state())
                 self._is_probed = True
-                if self._width and any(tensor is None for tensor in job.result.gradient):
+                if is_random or any(tensor is None for tensor in job.result.gradient):
                     self._width = 0
         del self._jobs[group]
         assert job.result is not None
@@ -319,10 +322,10 @@ class _Objective(nn.Module):
 
 
 def _suits(model: nn.Module, group_batch: int) -> bool:
-    """Return whether batching is faster, and the model has no buffers or dropout modules."""
+    """Return whether batching is faster, and the model has no buffers."""
     if group_batch > _FEW_SAMPLES and any(parameter.dim() > 2 for parameter in model.parameters()):
         return False  # convolutions with separate weights for each group of samples are slow
-    return not any(True for _ in model.buffers()) and not any(isinstance(m, _DropoutNd) for m in model.modules())
+    return not any(True for _ in model.buffers())
 
 
 def _added(total: list[Tensor | None], gradient: Sequence[Tensor | None], members: int) -> list[Tensor | None]:

@@ -133,13 +133,14 @@ def own_host(server: str) -> str:
     parts = urlsplit(server)
     try:
         kind, _, _, _, target = socket.getaddrinfo(parts.hostname, parts.port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(kind, socket.SOCK_DGRAM) as probe:
+            probe.connect(target)  # a datagram socket sends nothing here, but the system picks the route
+            return str(probe.getsockname()[0])
     except OSError as error:
         raise ConnectionLost(
-            f"no parameter server can be reached at {server}: {error.strerror}; check the host's name"
+            f"no parameter server can be reached at {server}: {error.strerror}; check the host's name and this"
+            " machine's network"
         ) from error
-    with socket.socket(kind, socket.SOCK_DGRAM) as probe:
-        probe.connect(target)  # a datagram socket sends nothing here, but the system picks the route
-        return str(probe.getsockname()[0])
 
 
 def tcp_endpoint(host: str, port: int = 0) -> str:

@@ -223,7 +223,7 @@ class PeerConnections:
             assembly = Assembly(published, torch.empty(published.nbytes, dtype=torch.uint8))
             while not assembly.is_complete:
                 assembly.add(self._receive(group)[-1].buffer)
-        except (Ended, zmq.Again):
+        except (Ended, Refused, zmq.Again):  # a connection that ZeroMQ has made anew is a stranger's
             self._give_up(group)
             return None
         self.moved += published.nbytes
@@ -290,7 +290,7 @@ class PeerConnections:
                     min(self._timeout, CONNECT_TIME),
                     lambda: self._still_wanted(group),
                 )
-            except ConnectionLost:
+            except (ConnectionLost, Refused):
                 raise Ended from None
         return self._dialed[group].wire
 
