@@ -32,7 +32,7 @@ def cached_metrics(trainer: Trainer) -> dict[str, Any]:
 
 
 def names_in_training(trainer: Trainer) -> set[str]:
-    """Return the names of the metrics that training, and no validation, has logged."""
+    """Return the names of training's metrics, each also with ``_step`` and ``_epoch``."""
     results: Any = trainer.fit_loop.epoch_loop._results
     names = {result.meta.name for result in results.values()}
     return names | {f"{name}_{suffix}" for name in names for suffix in ("step", "epoch")}
