@@ -1,6 +1,6 @@
 """Training that is synchronous inside compute groups and asynchronous across them, for PyTorch Lightning.
 
-Importing this registers the strategy name ``"omni"`` with Lightning.
+If Lightning is imported, too, the strategy name ``"omni"`` is registered with it.
 """
 
 from __future__ import annotations

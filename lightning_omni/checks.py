@@ -21,7 +21,7 @@ def counted(number: int, noun: str) -> str:
 
 
 def plain(value: Any) -> Any:
-    """Return a user's number, such as one of NumPy's, as a plain Python number; other values unchanged.
+    """Return a user's real number, such as one of NumPy's, as a plain Python number; other values unchanged.
 
     Example:
         >>> from fractions import Fraction
@@ -36,7 +36,7 @@ def plain(value: Any) -> Any:
 
 
 def keep_plain(values: Any) -> None:
-    """Make the numbers of a frozen dataclass `plain`, in its ``__post_init__``."""
+    """Make the numbers in a frozen dataclass's fields `plain`, as it is constructed."""
     for each in fields(values):
         object.__setattr__(values, each.name, plain(getattr(values, each.name)))
 

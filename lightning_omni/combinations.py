@@ -1,7 +1,4 @@
-"""The table of pairs of features and traits that do not work together. Every refusal of one reads it.
-
-A pair that would need code of its own is refused at construction, with a remedy.
-"""
+"""The table of pairs of features and traits that do not work together. Every refusal of one reads it."""
 
 from __future__ import annotations
 
@@ -27,7 +24,7 @@ FEATURES = {
     "static": '`data="static"`',
     "rebalance": '`rebalance="auto"`',
 }
-"""The features that a user asks for beside the method, with their names in the docs."""
+"""The features beside the method, with their names in the docs."""
 
 
 class Trait(NamedTuple):
@@ -35,6 +32,7 @@ class Trait(NamedTuple):
 
     Args:
         label: its name in the docs.
+        has: returns whether a method has it.
         setting: the setting of the method that causes it; empty if all methods of this kind have it.
     """
 
@@ -60,11 +58,11 @@ TRAITS = {
     "average": Trait("`local_sgd`", lambda method: isinstance(method, LocalSGD)),
     "delay": Trait("`delay=`", lambda method: bool(getattr(method, "delay", 0)), "delay"),
 }
-"""The properties of methods that some features do not work with."""
+"""The properties of methods in `PAIRS`."""
 
 
 class Pair(NamedTuple):
-    """Two features or traits that do not work together; ``remedy`` names the arguments to pass instead."""
+    """Two features or traits that do not work together; ``remedy`` ends the message with advice."""
 
     first: str
     second: str
@@ -176,13 +174,13 @@ PAIRS = (
         'pass data="dynamic", or rebalance="off"',
     ),
 )
-"""The pairs that do not work. All others do."""
+"""The pairs that do not work."""
 
 
 def refused_pairs(method: Method, given: Mapping[str, str]) -> Iterator[tuple[Pair, str]]:
-    """Yield each pair of features that do not work together, with its message.
+    """Yield each of `PAIRS` that the method and the features make, with its message.
 
-    ``given`` has the features beside the method by their keys in `FEATURES`, each as the user wrote it.
+    ``given`` has the features by their keys in `FEATURES`, as the user wrote them.
 
     Example:
         >>> [(pair, message)] = refused_pairs(LocalSGD(), {"overlap": "overlap=True"})

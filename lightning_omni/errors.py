@@ -1,20 +1,21 @@
 """The package's own errors, as one tree, and the words of errors.
 
     OmniError
-    ├── ConfigurationError (also a ValueError)   an argument is wrong
+    ├── ConfigurationError (also a ValueError)   an argument or a call is wrong
     │   ├── UnknownArgument (also a TypeError)   no argument has that name
-    │   └── UnsupportedError                     a feature that asynchronous training cannot serve
+    │   └── UnsupportedError                     a feature is not supported
     ├── ConnectionLost                           the parameter server cannot be reached, or has exited
-    ├── ProtocolError                            a message broke the protocol
+    ├── ProtocolError                            a message or an event broke the protocol
     │   ├── MalformedMessage                     ... it could not be read or encoded
     │   └── Refused                              ... the other side refused it; ``code`` is the reason
     ├── RankLost                                 this rank's group was evicted or cannot go on, or the run is over
     │   └── Evicted                              ... the run continues, and the group may rejoin as a new one
     ├── CollectiveMismatch                       ranks called different collectives
+    ├── StepFailed                               a step at the server failed
     └── NonFiniteGradients                       gradients stayed NaN or infinite for too long
 
-The class indicates where the cause is: a :class:`ConfigurationError` at the caller, a :class:`ProtocolError` at the
-other process, a :class:`ConnectionLost` at the machine or network. :doc:`/reference/errors` has remedies.
+Look for the cause of a :class:`ConfigurationError` at the caller first, of a :class:`ProtocolError` at the other
+process, of a :class:`ConnectionLost` at the machine or network. :doc:`/reference/errors` has remedies.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class OmniError(RuntimeError):
 
 
 class ConfigurationError(OmniError, ValueError):
-    """A wrong argument. The message names it and a value to pass instead."""
+    """A wrong argument, file, environment or call. Most messages have a remedy."""
 
 
 class UnknownArgument(ConfigurationError, TypeError):
@@ -35,15 +36,18 @@ class UnknownArgument(ConfigurationError, TypeError):
 
 
 class UnsupportedError(ConfigurationError):
-    """A feature that does not work across asynchronous groups. The message has the reason and a remedy."""
+    """A feature that is not supported, mostly across groups. The message has the reason and mostly a remedy."""
 
 
 class ConnectionLost(OmniError):
-    """A parameter server that did not answer in time, or whose process has exited."""
+    """A parameter server that did not answer in time or has exited, or a connection that has ended."""
 
 
 class ProtocolError(OmniError):
-    """A message that the protocol does not allow at this point."""
+    """A message, a call or an event of a record that the protocol does not allow at this point.
+
+    `MalformedMessage` and `Refused` are kinds of it.
+    """
 
 
 class MalformedMessage(ProtocolError):
@@ -63,7 +67,7 @@ class Refused(ProtocolError):
 
 
 class RankLost(OmniError):
-    """The end of this rank's run: its group was evicted or cannot go on, or the run is over."""
+    """The end of this rank's run: its group was evicted or cannot go on, the run is over, or needed ranks are lost."""
 
 
 class Evicted(RankLost):
@@ -125,7 +129,7 @@ LONGEST = 200
 
 
 def quoted(text: str) -> str:
-    r"""Return the text with all unprintable characters escaped, cut to `LONGEST` characters.
+    r"""Return the text with all unprintable characters escaped, cut after `LONGEST` characters.
 
     Example:
         >>> quoted("ok" + chr(10) + "WARNING forged")

@@ -66,11 +66,9 @@ class RunReport:
     Attributes:
         updates: updates of the weights, over all groups and optimizers.
         staleness_mean: mean staleness of the applied gradients, in updates.
-        staleness_max: largest staleness.
         groups: compute groups now, or at the end of the run.
         group_size: ranks in the largest of them.
-        refused: pushes refused because they were not finite, or declined.
-        ranks_lost: ranks that were lost during the run.
+        refused: pushes, and own weights for a mean, that were not finite, or declined.
         bytes_per_step: bytes of tensors that this rank exchanged for its group with the server, in both directions, per
             batch; with gossip, those that it sent to other groups and read from them.
         head_time: recent seconds of one exclusive access to the merged head; 0 if there is none.

@@ -1,7 +1,7 @@
-"""The colours of all plots, by meaning, and their files.
+"""Colours of plots, by meaning, and matplotlib figures.
 
-Most are those of Okabe and Ito (the origins of settings) and of Tol (methods and the parts of a step), which are
-distinguishable with colour blindness. Numbers (of groups, learning rates) are shades of viridis.
+Most are those of Okabe and Ito (predictions, measurements, settings) and of Tol (methods, the parts of a step), which
+are distinguishable with colour blindness. Numbers are shades of viridis.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ def method_colours(names: Sequence[str], groups: Sequence[int]) -> list[str]:
 def line_styles(colours: Sequence[str]) -> list[dict[str, Any]]:
     """Return styles of curves in these colours that keep each visible where they coincide.
 
-    Earlier curves are wider and below; curves of one colour differ in their dashes, all in their markers.
+    Earlier curves are wider and below; up to four of one colour differ in dashes, up to eight in markers.
     """
     step = min(1.1, (_MOST_WIDTH - 1.4) / max(1, len(colours) - 1))
     return [
@@ -158,6 +158,7 @@ def save_figure(figure: Any, path: str | Path) -> None:
 
     Raises:
         ConfigurationError: the file cannot be written.
+        ValueError: matplotlib does not write this format.
     """
     try:
         figure.savefig(path, dpi=120)

@@ -26,7 +26,7 @@ class Registry(Generic[Kind]):
         known: kinds by tag.
         argument: the user's argument that names one.
         path: import path of the base class for users.
-        option: option of ``lightning-omni serve`` that registers others.
+        option: option of ``lightning-omni serve`` that registers others, if any.
         internal: tags that users cannot name.
     """
 
@@ -92,7 +92,7 @@ class Registry(Generic[Kind]):
         """Register a kind under its tag.
 
         Raises:
-            ConfigurationError: the name is taken.
+            ConfigurationError: another kind has the tag.
         """
         name = str(kind.__struct_config__.tag)
         if self.known.get(name, kind) is not kind:
@@ -124,7 +124,7 @@ def _text_of(value: Any) -> str:
 
 
 def _value_of(setting: str, field: msgspec.structs.FieldInfo) -> str | None:
-    """Return a setting's value: None for "none" and the like, unless that text is valid."""
+    """Return a setting's value: None for "none" and the like, unless the field may be that text."""
     if setting not in _NOTHING:
         return setting
     try:
@@ -141,7 +141,8 @@ def _number(value: Any) -> Any:
 
 @cache
 def _fields_of(kind: type[msgspec.Struct]) -> dict[str, msgspec.structs.FieldInfo]:
-    """Return the fields, cached: evaluating their types takes a millisecond."""
+    """Return the fields, cached."""
+    # Evaluating their types takes a millisecond.
     return {field.name: field for field in msgspec.structs.fields(kind)}
 
 

@@ -44,14 +44,14 @@ class Topology:
     """A partition of ranks into compute groups.
 
     Ranks of one group train synchronously; the groups are asynchronous to each other. The first rank of a group is its
-    *leader*, the only one that exchanges tensors with the parameter server unless the model is sharded.
+    *leader*, the only one whose steps exchange tensors with the parameter server unless the model is sharded.
 
     Attributes:
         groups: the ranks of each group, in ascending order. An evicted group keeps its index as an empty tuple, so that
             group numbers never change within a topology.
 
     Raises:
-        ConfigurationError: a rank is in two groups, or no group has a rank.
+        ConfigurationError: a rank occurs twice, or no group has a rank.
 
     Example:
         >>> Topology.even(world_size=5, groups=2)
@@ -79,7 +79,7 @@ class Topology:
             together: number of neighbouring ranks that stay in one group, such as those that hold one model.
 
         Raises:
-            ConfigurationError: ``groups`` is out of range, or the ranks are no multiple of ``together``.
+            ConfigurationError: ``groups`` is no whole number in range, or the ranks are no multiple of ``together``.
 
         Example:
             >>> Topology.even(6, groups=2, together=2)
@@ -96,7 +96,7 @@ class Topology:
     def by_speed(cls, speeds: Mapping[int, float] | Sequence[float], groups: int, together: int = 1) -> Topology:
         """Form groups of similar speed, the fastest first, so that slow ranks delay few fast ones.
 
-        Sizes differ by at most ``together``. Equal speeds give :meth:`even`. Neighbours that stay together have the
+        Sizes differ by at most ``together``. Equal speeds give :meth:`of`. Neighbours that stay together have the
         speed of the slowest.
 
         Args:
@@ -105,8 +105,7 @@ class Topology:
             together: as in `even`.
 
         Raises:
-            ConfigurationError: ``groups`` is out of range, a speed is not a positive number, or the ranks are no
-                multiple of ``together``.
+            ConfigurationError: a speed is not positive and finite, or as for `even`.
 
         Example:
             >>> Topology.by_speed([10.0, 40.0, 11.0, 39.0], groups=2)
@@ -126,7 +125,7 @@ class Topology:
 
     @classmethod
     def by_node(cls, ranks_per_node: Sequence[int]) -> Topology:
-        """Form one group for each node: fast links inside a group, the slow network across groups.
+        """Form one group for each node with ranks: fast links inside a group, the slow network across groups.
 
         Args:
             ranks_per_node: number of ranks on each node, in rank order.

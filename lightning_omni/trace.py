@@ -37,7 +37,7 @@ _VALUES = ("updates", "seconds", "ended", "meta", "useful_seconds", "device_seco
 class Trace:
     """A run's pushes and evaluations.
 
-    One row of `columns` is one push to the server; where groups exchange only with one another, it is one local step.
+    One row of `columns` is one accepted push; where groups exchange only with one another, it is one local step.
     Its columns:
 
     - ``time``: time of its arrival, in seconds;
@@ -45,7 +45,7 @@ class Trace:
     - ``read``: clock of the weights that it was computed from;
     - ``write``: clock of the update that contains it (the last ones may not have been written);
     - ``staleness``: updates between its read and its arrival;
-    - ``loss``: mean training loss of its batches;
+    - ``loss``: mean training loss of its batches; NaN if recorded by a server;
     - ``samples``: samples in its batches;
     - ``epoch``: number of the epoch;
     - ``steps``: its local steps, each of one batch.
@@ -58,14 +58,11 @@ class Trace:
     Args:
         rows: the columns.
         evaluated: ``time``, ``update`` and ``samples`` (trained so far) of each evaluation, and its metrics by name.
-        updates: updates in the run.
-        seconds: length of the run.
         ended: reason for its end: ``"max_updates"``, ``"max_epochs"``, ``"max_seconds"``, ``"target"``,
             ``"interrupted"``, ``"stopped"``, ``"recorded"`` (by a server), or ``"lost: ..."`` or ``"diverged: ..."``.
         meta: the run's settings as plain values.
         weights: the final weights by name.
-        useful_seconds: time in which ranks computed gradients that were pushed, summed over all ranks; NaN if not
-            measured.
+        useful_seconds: useful time as for `goodput`, summed over all ranks; NaN if not measured.
         device_seconds: length of the run times its devices; NaN if not measured.
         work: the work of each rank; empty if not measured.
         steps: the steps of each group; empty if not measured.
@@ -131,10 +128,9 @@ class Trace:
     def goodput(self) -> float:
         """Return useful device time over all device time, 0 to 1; NaN if not measured.
 
-        Useful time is that of gradients that reached the other groups: in an applied push or, where groups exchange
+        Useful time is that of gradients that reached the other groups: in an accepted push or, where groups exchange
         only with one another, in a local step. Waits, computation that was never pushed, and the time of a dead device
-        are not useful. If the server restarts from its last save, repeated training counts once, a lost update not at
-        all. A slow device is in use.
+        are not useful; slow computation is.
 
         References:
             Douillard et al. 2026, "Decoupled DiLoCo for Resilient Distributed Pre-training", arXiv:2604.21428.
@@ -149,8 +145,7 @@ class Trace:
     def seconds_per_update(self) -> float:
         """Return the seconds between two updates in the steady part of the run; NaN for fewer than two.
 
-        It is the median over the means of up to 20 equal blocks after the first fifth, since updates often arrive in
-        bursts.
+        It is the median over the means of up to 20 equal blocks after the first fifth, without a remainder.
         """
         writes, first = np.unique(self.rows["write"][::-1], return_index=True)
         times = self.rows["time"][::-1][first][writes <= max(self.updates, 0)]
@@ -239,6 +234,7 @@ class Trace:
 
         Raises:
             ConfigurationError: matplotlib is missing, or the file cannot be written.
+            ValueError: matplotlib does not write this format.
         """
         save_figure(figure_of(self, title), path)
 
@@ -298,6 +294,7 @@ def plot_comparison(
 
     Raises:
         ConfigurationError: ``traces`` is empty, matplotlib is missing, or the file cannot be written.
+        ValueError: matplotlib does not write this format.
     """
     if not traces:
         raise ConfigurationError("traces: there is nothing to draw; pass at least one")

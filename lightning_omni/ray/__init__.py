@@ -46,7 +46,7 @@ class RayOmniStrategy(OmniStrategy):
 
     Raises:
         ImportError: Ray Train is not installed.
-        ConfigurationError: this process is no worker of a TorchTrainer.
+        ConfigurationError: this process is no worker of a TorchTrainer, or an argument is wrong.
 
     Example:
         In the function that TorchTrainer calls on each worker::
@@ -89,7 +89,7 @@ class RayOmniStrategy(OmniStrategy):
     @property
     @override
     def world_size(self) -> int:
-        """Return the size of Ray's process group: all workers, or one replica group."""
+        """Return the number of ranks in Ray's process group."""
         return dist.get_world_size() if self.parts.current_world is None else self.world.size
 
     @property

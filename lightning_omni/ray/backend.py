@@ -43,7 +43,7 @@ class ElasticBackend(TorchConfig().backend_cls):  # type: ignore[misc]
         self._server: Any = None
 
     def on_start(self, worker_group: Any, backend_config: Any) -> None:
-        """Start the server once; make a process group and set the server's address in each worker, or in a new one."""
+        """Start the server at the first call; set its address, and make a process group, in each of these workers."""
         if self._server is None:
             here = NodeAffinitySchedulingStrategy(ray.get_runtime_context().get_node_id(), soft=False)
             actor = ray.remote(num_cpus=0)(ServerActor).options(scheduling_strategy=here)

@@ -28,7 +28,7 @@ from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.topology import RECORDER
 
 _STATISTICS = re.compile(r"(running|moving)_(mean|var|variance|std)")
-"""Names of the statistics of normalization layers: torch's, and those of others with the same naming."""
+"""Names of normalization layers' statistics, in torch and elsewhere."""
 
 
 class Merge(Enum):
@@ -38,7 +38,7 @@ class Merge(Enum):
 
 @dataclass(frozen=True, eq=False)
 class BufferSync:
-    """A tensor that no optimizer moves, with the rule for merging it."""
+    """A tensor with the rule for merging it."""
 
     name: str
     tensor: Tensor
@@ -52,7 +52,7 @@ def buffers_of(module: Module) -> Iterator[BufferSync]:
 
 
 def average_of(module: Module) -> Iterator[BufferSync]:
-    """Yield the tensors of a callback's average of the weights: their mean over groups is an average, too."""
+    """Yield the tensors of a callback's average of the weights: the mean of its parameters is an average, too."""
     for name, parameter in module.named_parameters():
         yield BufferSync(name, parameter, Merge.MEAN)
     yield from buffers_of(module)
@@ -79,7 +79,7 @@ def merge(parallel: ParallelState, untrained: Iterable[BufferSync]) -> None:
     """Merge the groups' own tensors, in one order on all ranks, which call it as one process group.
 
     Raises:
-        UnsupportedError: one is sparse, or has another shape or dtype on another rank.
+        UnsupportedError: one is sparse, has another shape or dtype on another rank, or cannot hold the values.
     """
     everything = list(untrained)
     check_dense((each.name, each.tensor) for each in everything)
@@ -124,7 +124,7 @@ def _average(parallel: ParallelState, untrained: Sequence[BufferSync]) -> None:
 def _counts(parallel: ParallelState) -> bool:
     """Return whether this rank's group counts in a mean over the groups. All ranks call it.
 
-    A group that has joined since the last synchronization began with its mean.
+    A group that has joined since the last synchronization began with its mean, and counts only if all have.
     """
     if parallel.registration is None:
         return True

@@ -35,7 +35,6 @@ class ExternalWrites:
             written although no optimizer moves it.
         switched: returns whether the user has replaced attached optimizers.
         are_validations_apart: whether one group validates while others train.
-        watched: the watched module.
     """
 
     def __init__(self, parallel: ParallelState, exchange: ServerExchange, states: StateTransfer) -> None:
@@ -82,7 +81,7 @@ class ExternalWrites:
         self._buffers_seen, self._others_seen = _marks(self.buffers()), _marks(self.others())
 
     def follow(self, check_alike: Callable[[], object]) -> None:
-        """Distribute the recorder's writes since the last synchronization. All ranks call it.
+        """Distribute the recorder's values if any rank has written since the last synchronization. All ranks call it.
 
         ``check_alike`` raises an error if their optimizers hold different parameters.
         """
@@ -103,7 +102,7 @@ class ExternalWrites:
     # --- A step -------------------------------------------------------------------------------------------------------
 
     def check(self, part: Part) -> None:
-        """Raise `UnsupportedError` if user code has written weights, state or attributes of a server-side optimizer."""
+        """Raise `UnsupportedError`, on ranks that exchange, for writes to trained weights or a served optimizer."""
         parallel = self._parallel
         if (
             parallel.exchanges

@@ -1,7 +1,4 @@
-"""A rank's side of a merged head: it sends activations to the server, and gets outputs and gradients back.
-
-The members' rows form one batch: the leader sends it to the head, and each member gets its own rows back.
-"""
+"""A rank's side of a merged head: it sends activations to the server, and gets outputs and gradients back."""
 
 from __future__ import annotations
 
@@ -56,7 +53,7 @@ class RemoteHead:
         self._shapes: list[tuple[tuple[int, ...], torch.dtype]] = []
 
     def install(self) -> None:
-        """Replace the submodule's forward pass by the server's. A second call changes nothing."""
+        """Replace the submodule's forward pass, and clear its gradients. A second call changes nothing."""
         if self._module.forward is not self:
             self._module.forward = self
             self.side.begin_loop()

@@ -23,13 +23,13 @@ DATA, TENSOR = "data_parallel", "tensor_parallel"
 class FSDP:
     """The settings of fully sharded data parallelism inside each compute group (torch's ``fully_shard``).
 
-    Every rank of a group holds a shard, with rows of every parameter; those of the first replica exchange theirs. No
+    Every rank of a group holds its part of every parameter's rows; those of the first replica exchange theirs. No
     rank trains with the whole model: see :doc:`/how-to/large-models`.
 
     Args:
         shards: number of ranks that hold one replica of the model together, 2 or more. A group has one or more
             replicas, whose gradients are averaged. None is the size of the smallest group.
-        distributed_checkpoint: whether a checkpoint is a folder to which each rank writes its shard
+        distributed_checkpoint: whether a checkpoint is a folder to which each rank of rank 0's replica writes its shard
             (torch.distributed.checkpoint, as ModelParallelStrategy saves it), instead of one file that rank 0 writes.
             Both kinds can always be loaded. Only OmniStrategy uses it.
 
@@ -63,7 +63,7 @@ class ModelParallel:
     Args:
         data_parallel_size: ranks of a replica that get samples of their own; ``"auto"`` is the group's number of nodes.
         tensor_parallel_size: ranks that compute one batch together; ``"auto"`` is the group's ranks on each node.
-        distributed_checkpoint: whether each rank writes its shard of a checkpoint, as with `FSDP`.
+        distributed_checkpoint: as in `FSDP`.
 
     Raises:
         ConfigurationError: an argument is wrong; the message names it.
@@ -130,7 +130,7 @@ def evenly(ranks: int, groups: int, sharding: Sharding) -> Topology:
     """Return groups of equal size, as far as possible, in units of neighbours that hold a model together.
 
     Raises:
-        ConfigurationError: that number of groups is impossible.
+        ConfigurationError: that number of groups or ranks is impossible.
 
     Example:
         >>> evenly(6, 2, FSDP(shards=2))

@@ -70,7 +70,7 @@ class ParameterGroups:
         """Bring the optimizers' parameters into the first rank's order. All ranks call it before several groups train.
 
         Raises:
-            ConfigurationError: optimizers hold different parameters or parameter groups.
+            ConfigurationError: optimizers are of different classes, or hold different parameters or parameter groups.
         """
         self.renew()
         held = dict(self._held())
@@ -317,7 +317,7 @@ def _digest(text: str) -> int:
 
 
 def _take_over(parameters: list[Parameter], values: list[Tensor]) -> None:
-    """Copy the server's weights into added parameters, which are random here or trained elsewhere."""
+    """Copy the server's weights into added parameters that differ from them, and drop the gradients of these."""
     for parameter, value in zip(parameters, values, strict=True):
         own = parameter.detach()
         if not torch.equal(own, value := value.to(own.device)):

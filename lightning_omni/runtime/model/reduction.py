@@ -32,8 +32,8 @@ from lightning_omni.wire.all_reduce import AllReduce, Exact, Memory, run_through
 T = TypeVar("T")
 
 BUCKET_MB = 64
-"""Megabytes of gradients in one bucket on a CPU: smaller buckets would overlap with nothing, and each takes as many
-successive all-reduces as the format has messages."""
+"""Megabytes of gradients in one bucket on a CPU in an inexact format: smaller buckets would overlap with nothing, and
+each takes as many successive all-reduces as the format has messages."""
 TIMED_BYTES = 1 << 26
 """Bytes of gradients with which arithmetic is timed: its time is proportional to their number, and memory may be
 short."""
@@ -63,7 +63,8 @@ class Reduction:
     def install(self, module: Any, group: Any) -> None:
         """Install the hook by which DDP averages a wrapped module's gradients in the present format.
 
-        The exact format needs none, nor does a group of one; the memory is then cleared.
+        The exact format needs none, nor does a group of one; the memory is then cleared. `check_reduced` checks
+        the module from now on.
         """
         if not isinstance(module, DistributedDataParallel):
             self._wrapped = []
@@ -82,9 +83,10 @@ class Reduction:
     def check_reduced(self, parameters: Collection[Parameter]) -> None:
         """Raise torch's error if a backward pass has left gradients unaveraged, for which other members wait.
 
-        torch would find it in the next forward pass, after the exchange. Of several modules, those without these
-        ``parameters`` are left out: their backward pass may still follow. All members call it.
+        Of several modules, those without these ``parameters`` are left out: their backward pass may still follow. All
+        members call it.
         """
+        # torch would find it in the next forward pass, after the exchange.
         wrapped = [module for each in self._wrapped if (module := each()) is not None]
         for module in wrapped:
             if len(wrapped) == 1 or _holds(module, parameters):
@@ -163,10 +165,8 @@ def _holds(module: torch.nn.Module, parameters: Iterable[Parameter]) -> bool:
 
 
 def _reals(bucket: Any) -> list[Tensor]:
-    """Return the gradients of a bucket, in its memory; a complex number as two real ones, in one more dimension.
-
-    For complex parameters torch's ``gradients()`` returns half of the numbers.
-    """
+    """Return the gradients of a bucket, in its memory; a complex number as two real ones, in one more dimension."""
+    # For complex parameters torch's ``gradients()`` returns half of the numbers.
     parameters: list[Tensor] = bucket.parameters()
     if not any(each.is_complex() for each in parameters):
         gradients: list[Tensor] = bucket.gradients()

@@ -39,12 +39,12 @@ PREFIX = 256
 
 
 class ModelReplica(Replica):
-    """The parameters of one optimizer on this rank, by name and in the optimizer's order.
+    """The parameters of one optimizer on this rank, by name, in its order; those added in mid-run are the last.
 
     With ``is_shared``, several ranks hold them together, each a part.
 
     Attributes:
-        ever_held: these parameters, including those that the optimizer has released.
+        ever_held: these parameters, as a set; released ones remain in it.
     """
 
     def __init__(self, parameters: Mapping[str, Parameter], optimizer: Optimizer, is_shared: bool = False) -> None:
@@ -138,7 +138,7 @@ class ModelReplica(Replica):
         self._lay_out()
 
     def release(self, held: Set[Parameter]) -> None:
-        """Release the parameters that are not ``held``: they keep their values; gradients and state are left out."""
+        """Release parameters that are not ``held``: values stay, gradients are left out, and state is stashed."""
         self._released = self.ever_held - held
         detach_state(self.optimizer, self._detached)
 
@@ -212,12 +212,12 @@ class ModelReplica(Replica):
         return self._writes.of_frozen(self.parameters)
 
     def served(self) -> list[Parameter]:
-        """Return the parameters whose values are the server's, and no frozen ones of this group."""
+        """Return the parameters whose values are the server's: all but `own_frozen`."""
         own = self.own_frozen()
         return [parameter for name, parameter in self.parameters.items() if name not in own]
 
     def gradients(self) -> list[Tensor | None]:
-        """Return the gradients, in order; None where a parameter took no part in the loss.
+        """Return the gradients, in order; None where a parameter took no part in the loss, or was released.
 
         Raises:
             UnsupportedError: a gradient is sparse, or a parameter has another dtype or shape than before.
@@ -284,7 +284,7 @@ class ModelReplica(Replica):
         self.memory.clear()
 
     def own_state(self, whole: bool) -> dict[str, Any]:
-        """Return the state that only this group holds: its memory, and if ``whole`` its weights and optimizer state."""
+        """Return this group's own state: its memory, and if ``whole`` its weights, clock and optimizer state."""
         if not whole:
             return {"memory": self.memory}
         state = parts_of(self.state()) if self._is_shared else self.state()
@@ -329,11 +329,11 @@ class Part:
         return self._into.room(PREFIX + self.replica.layout.nbytes)
 
     def swap(self) -> None:
-        """Receive the next weights in other memory: the last ones are still compared with the group's."""
+        """Exchange `memory` for other memory: the last weights are still compared with the group's."""
         self._into, self._spare = self._spare, self._into
 
     def on_device(self) -> Tensor:
-        """Return memory for an answer's tensors on the device of the weights, if that is not the CPU."""
+        """Return memory for an answer's tensors on the device of the weights, where that is not the CPU."""
         return self._flat.room(PREFIX + self.replica.layout.nbytes)
 
     def release(self) -> None:
@@ -372,7 +372,7 @@ class Writes:
         self._loaded = []
 
     def remember(self, parameters: Sequence[Parameter], loaded: Sequence[Tensor]) -> None:
-        """Record the loaded tensors, which the parameters now equal; they are kept, not copied."""
+        """Record the loaded tensors, which trained parameters now equal; they are kept, not copied."""
         self._loaded = list(loaded)
         self.mark(parameters)
 

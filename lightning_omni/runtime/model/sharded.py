@@ -39,7 +39,7 @@ def is_sharded(module: Module) -> bool:
 
 
 def shard(module: Module, mesh: DeviceMesh) -> None:
-    """Apply ``fully_shard`` to a module's children and to their blocks, unless a parameter is sharded already.
+    """Apply ``fully_shard`` to a module's children that have a forward, and to blocks, unless a parameter is sharded.
 
     Blocks are the outermost entries of every ModuleList, ModuleDict and Sequential in a child, without those that have
     no parameters or share one with another module of the child. The module itself is left as it is: Lightning calls its
@@ -85,7 +85,7 @@ def _listed(module: Module) -> Iterator[Module]:
 def check_sharded(
     parameters: Mapping[str, Parameter], mesh: DeviceMesh, sharding: Sharding, is_replicated: bool = False
 ) -> None:
-    """Raise `UnsupportedError` unless ranks hold every exchanged parameter together.
+    """Raise `UnsupportedError` unless every parameter lies on the mesh as a DTensor that groups can exchange.
 
     With ``is_replicated``, a group has several replicas.
     """
@@ -187,8 +187,7 @@ def average_over_replicas(module: Module, mean: Callable[[Tensor], None] | None)
 
 
 _AVERAGES = "_omni_averages"
-"""The attribute of a module with the function that averages its gradients over replicas, perhaps that of an earlier
-run."""
+"""The attribute of a module with the function, of this or an earlier run, that averages its gradients over replicas."""
 
 
 def share_initial(module: Module, holders: Topology, rank: int) -> None:
@@ -324,7 +323,7 @@ def rows(whole: Tensor, parameter: Tensor) -> Tensor:
 
 
 def gradient_of(parameter: Parameter) -> Tensor | None:
-    """Return a parameter's gradient with the parameter's placements, which sums partial ones.
+    """Give a parameter's gradient the parameter's placements, which sums partial ones, and return it.
 
     All ranks of a tensor-parallel row call it.
     """
@@ -364,10 +363,8 @@ def load_state(optimizer: Optimizer, state: Mapping[Any, Mapping[str, Any]]) -> 
 
 
 def state_rows(saved: Mapping[str, Any], optimizer: Optimizer) -> dict[str, Any]:
-    """Return a ``state_dict`` of whole parameters with its state sharded as the optimizer's own.
-
-    ModelParallelStrategy numbers frozen parameters, too.
-    """
+    """Return a ``state_dict`` of whole parameters with its state sharded as the optimizer's own."""
+    # ModelParallelStrategy numbers frozen parameters, too.
     numbers = [number for group in saved["param_groups"] for number in group["params"]]
     held = dict(zip(numbers, held_by(optimizer), strict=False))  # torch raises an error if one is longer
     known = {number: values for number, values in saved["state"].items() if number in held}
@@ -415,9 +412,9 @@ def in_order(tree: Any) -> Any:
 
 
 def tensors_of(module: Module) -> dict[str, Any]:
-    """Return a module's own tensors by name, as torch reads them.
+    """Return the live entries of a module's ``state_dict``, by name, without the module's own override of it.
 
-    A user's own ``state_dict()`` may return copies or other names.
+    A user's override may return copies or other names.
     """
     return dict(Module.state_dict(module, keep_vars=True))
 

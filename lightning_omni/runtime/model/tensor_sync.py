@@ -47,7 +47,10 @@ def contiguous(tensor: Tensor, name: str) -> Iterator[Tensor]:
 
 
 def take_from_rank_zero(named: Iterable[tuple[str, Tensor]], group: Any = None) -> None:
-    """Overwrite tensors by those of rank 0 of a process group, by default the default one. All its ranks call it."""
+    """Overwrite tensors by those of a process group's rank 0, by default the default one's, unless it is lost.
+
+    All its ranks call it.
+    """
     for name, tensor in named:
         with contiguous(tensor, name) as memory, suppress(RankLost):  # if rank 0 is lost meanwhile, each has its own
             dist.broadcast(memory, src=0, group=group)
@@ -121,7 +124,8 @@ def _bytes(values: Tensor, like: Tensor) -> Tensor:
 
 # Rule 1: one small collective compares digests. Ranks exchange names only where the digests differ.
 # Rule 2: an error is raised on all ranks, with the same message.
-# Rule 3: a difference in order alone (that of a set, for example) is no error: all ranks take the first rank's order.
+# Rule 3: a difference in order alone (that of a set, for example) is no error where the order may be changed: all ranks
+# take the first rank's.
 
 Largest = Callable[[Sequence[int]], list[int]]
 """A function that returns the largest of each number over all ranks that call it."""

@@ -27,10 +27,10 @@ from lightning_omni.runtime.parallel_state import ParallelState
 
 
 class ModelWrapper:
-    """The model, as the members of this rank's group hold it.
+    """The wrapping of the model for this rank's group, in DDP or by shards.
 
     Attributes:
-        sharded: the module that the members hold together; None if each has all of it.
+        sharded: the module that the members hold together, from `shard` on; None if each has all of it.
     """
 
     def __init__(self, parallel: ParallelState, not_reduced: Callable[[], Iterable[Parameter]]) -> None:
@@ -55,7 +55,9 @@ class ModelWrapper:
         return wrapped
 
     def broadcast_initial(self, module: Module) -> None:
-        """Copy parameters and buffers from rank 0 of the default process group to its others. All call it.
+        """Copy tensors, but those that DDP ignores, from rank 0 of the default process group. All its ranks call it.
+
+        Before groups are formed, it creates their process groups, too.
 
         Raises:
             UnsupportedError: one is sparse, or a trained one is excluded from DDP although there are several groups.
@@ -89,6 +91,7 @@ class ModelWrapper:
 
         Raises:
             ConfigurationError: the module has other tensors on another rank.
+            UnsupportedError: it cannot be sharded, or averaged over replicas.
         """
         self._make_alike(module)
         if isinstance(self._parallel.options.model_parallel, FSDP):
@@ -166,7 +169,7 @@ class ReductionCheck:
             self._forget_wrapped()
 
     def renew(self, members: Collection[int], group: Any) -> None:
-        """Check the first steps of new groups; refuse modules that are wrapped over the earlier ones."""
+        """Check the first steps of new groups; refuse modules that are wrapped over ranks of other groups."""
         self._members, self._group = members, group
         self._seen.clear()
         self._forget_wrapped()
@@ -191,8 +194,11 @@ class ReductionCheck:
     ) -> Callable[[], Any] | None:
         """Compare gradients in the first step of these parameters; return the step's closure.
 
+        A closure compares them when it is called.
+
         Raises:
             ConfigurationError: the members of the group have not averaged the gradients.
+            RuntimeError: DDP has left some unaveraged.
         """
         if len(self._members) == 1:
             return closure

@@ -36,7 +36,7 @@ from lightning_omni.wire.steps_and_samples import Progress
 # Rule 3: torch.distributed.checkpoint is imported where it is used, since its import takes a tenth of a second.
 
 METADATA = "meta.pt"
-"""The file in the folder with all data except weights and optimizer state."""
+"""The file in the folder with all data but the tensors of weights, optimizers and the run's state."""
 _TENSOR, _PLACE = "omni.tensor", "omni.place"
 
 
@@ -81,13 +81,11 @@ def save(path: Path, tensors: Mapping[str, Any], plain: Mapping[str, Any], group
 
 
 def _writer(partial: Path, path: Path, plain: Mapping[str, Any]) -> Any:
-    """Return a writer to a folder beside the checkpoint, which replaces the checkpoint when it is complete.
-
-    torch reports failures of `finish` to all ranks, so none waits for the first.
-    """
+    """Return a writer to a folder beside the checkpoint, which replaces the checkpoint when it is complete."""
     from torch.distributed.checkpoint.filesystem import FileSystemWriter
 
     class Writer(FileSystemWriter):
+        # torch reports failures of `finish` to all ranks, so none waits for the first.
         @override
         def finish(self, *args: Any, **kwargs: Any) -> None:
             super().finish(*args, **kwargs)
@@ -154,7 +152,7 @@ def without_tensors(tree: Any, layout: Layout, parameters: Sequence[Tensor], ten
 
 
 class CheckpointFolder:
-    """A checkpoint folder to read from. Ranks of a process group that read the same data do so together."""
+    """A checkpoint folder. Ranks of the default process group, or of a given one, read tensors together."""
 
     def __init__(self, path: Path) -> None:
         from torch.distributed.checkpoint.filesystem import FileSystemReader
@@ -163,7 +161,7 @@ class CheckpointFolder:
         self._known: Mapping[str, Any] = FileSystemReader(path).read_metadata().state_dict_metadata
 
     def metadata(self, **options: Any) -> dict[str, Any]:
-        """Return all data except weights and optimizer state; ``options`` are for ``torch.load``."""
+        """Return the data of `METADATA`; ``options`` are for ``torch.load``."""
         metadata: dict[str, Any] = torch.load(self.path / METADATA, map_location="cpu", **options)
         return metadata
 
@@ -255,10 +253,10 @@ def _is_reference(leaf: Any) -> bool:
 # --- Checkpoints ------------------------------------------------------------------------------------------------------
 
 ENTRY = "omni"
-"""The name of the entry that is added to a checkpoint."""
+"""The name of a checkpoint's added entry."""
 NAME = "lightning_omni.run_state"
 VERSION = 4
-"""The version of the entry; an entry of another version is refused."""
+"""The version of the entry; any other is refused."""
 
 
 @dataclass(frozen=True)
@@ -273,7 +271,7 @@ class RunCheckpoint:
         parameters: names of the parameters of each optimizer.
         server: state of the method's server side, for each optimizer.
         states: each group's own state: memory and senders for each optimizer and, where optimizers step at the workers,
-            weights and optimizer state. Empty if they were training.
+            weights and optimizer state. Empty if groups were training, or one's was lost.
         schedules: for each scheduler, its steps in the epoch, made and due at the cut; nothing for one that counts no
             steps.
         folder: the folder with the tensors of ``server`` and ``states``; None if these contain them.
@@ -339,7 +337,7 @@ class RunCheckpoint:
 
 @dataclass(frozen=True)
 class HostCopy:
-    """A tensor's value in host memory, pinned if the tensor is on a CUDA device; sharded ones stay on their device."""
+    """A tensor's value in host memory, pinned if possible for a CUDA device; sharded ones stay on their device."""
 
     value: Tensor
     device: torch.device
@@ -397,7 +395,7 @@ class RollbackPoint:
 
     @property
     def is_spoilt(self) -> bool:
-        """Return whether a number that was finite then is not now."""
+        """Return whether a number of a weight or buffer that was finite then is not now."""
         pairs = ((tensor.detach(), kept.value) for tensor, kept in (*self.weights, *self.buffers))
         return any(bool((_are_finite(kept.to(own.device)) & ~_are_finite(own)).any()) for own, kept in pairs)
 

@@ -11,10 +11,7 @@ from typing_extensions import Self, override
 
 
 class ServedState(defaultdict[Any, Any]):
-    """The empty ``state`` of an optimizer that steps at the parameter server.
-
-    In an ordinary dict ``clear()`` and the like would leave no trace.
-    """
+    """The empty ``state`` of an optimizer that steps at the server. It records ``clear()`` and the like."""
 
     def __init__(self) -> None:
         super().__init__(dict)
@@ -23,7 +20,7 @@ class ServedState(defaultdict[Any, Any]):
 
     @classmethod
     def install(cls, optimizer: Optimizer) -> None:
-        """Replace the state of an optimizer that has none left, unless its class has a state of its own kind."""
+        """Replace the state of an optimizer, if it is empty and of torch's own kind."""
         state = vars(optimizer).get("state")
         if not state and type(state) in (defaultdict, cls):
             optimizer.state = cls()

@@ -49,8 +49,8 @@ class StateTransfer:
     def resume(self, saved: RunCheckpoint) -> None:
         """Continue from a checkpoint, when training begins.
 
-        The states of server and groups are used only with the same method, number of groups and parameters, a sum of
-        gradients with any number of groups.
+        The states of server and groups are used only with the same method, number of groups and parameters; the
+        server's with any number of groups if the method sums gradients.
         """
         for part, clock in zip(self._parallel.parts, saved.cut.clocks, strict=False):
             part.replica.clock = clock
@@ -127,7 +127,7 @@ class StateTransfer:
     def agree(self) -> None:
         """Load the optimizer state of a group's first replica into its others, as a loop begins.
 
-        All ranks call it; it does nothing before several groups have trained.
+        All ranks call it; it loads none before several groups have trained, or where the server has the state.
         """
         if not self._parallel.process_groups.had_several:
             return
@@ -138,7 +138,7 @@ class StateTransfer:
     # --- To the server and back ---------------------------------------------------------------------------------------
 
     def seed(self) -> None:
-        """Send the server the recorder's weights, and the states of optimizers that step there. All ranks call it."""
+        """Send the server the recorder's weights, and move the states of its optimizers to it. All ranks call it."""
         if self._parallel.owns_state:
             self._warn_of_lost_state()
             parts = [
@@ -186,7 +186,7 @@ class StateTransfer:
         """Load one state and the same hyperparameters of each optimizer on all live ranks, where several groups end.
 
         States are the server's or, where optimizers step on the ranks, rank 0's, as hyperparameters are; groups that
-        have joined on their own keep what is not the server's. All ranks call it, at a synchronization point.
+        have joined on their own keep all but the server's. All ranks call it, at a synchronization point.
         """
         parallel = self._parallel
         if parallel.registration is None:
@@ -221,7 +221,7 @@ class StateTransfer:
         load_state(optimizer, state)
 
     def share_hyperparameters(self) -> None:
-        """Set the recorder's learning rates and other hyperparameters on all ranks, which call it; warn of others."""
+        """Set the recorder's hyperparameters (learning rates, ...) on all ranks, which call it; warn if any differ."""
         parallel = self._parallel
         optimizers = list(dict.fromkeys(part.optimizer for part in parallel.parts))
         mine = [hyperparameters_of(optimizer, are_needed=False) for optimizer in optimizers]
@@ -250,7 +250,7 @@ class StateTransfer:
         return mine
 
     def take_back(self) -> tuple[tuple[int, int], ...]:
-        """Load the server's state into this rank's optimizers; return the trained ranges of the epoch."""
+        """Load the server's state, if any, into this rank's optimizers; return the trained ranges of the epoch."""
         snapshot = self._exchange.store.snapshot(with_state=not self._parallel.steps_at_worker)
         self._give_back(snapshot)
         return snapshot.cut.trained
