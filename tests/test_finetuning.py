@@ -32,6 +32,7 @@ FITS = (
         "by turns",
         "thawed inside",
         "odd",
+        "averaged",
     ),
 )
 RECORDED: dict[str, Callable[..., torch.optim.Optimizer]] = {
@@ -66,6 +67,12 @@ def test_a_backbone_that_is_unfrozen_moves_and_all_ranks_have_the_same() -> None
     (before, after), *_ = each("tuned", "moved")
     assert before == 0.0
     assert after > 0.05
+
+
+def test_an_average_that_the_module_holds_becomes_the_mean_over_the_groups() -> None:
+    owns, ends = zip(*each("averaged", "held"), strict=True)
+    first, second = {tuple(own) for own in owns}
+    assert all(end == pytest.approx([sum(pair) / 2 for pair in zip(first, second, strict=True)]) for end in ends)
 
 
 def test_the_loss_falls_as_it_does_without_groups() -> None:

@@ -12,7 +12,6 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn import Parameter
-from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import TensorDataset, default_collate

@@ -22,7 +22,7 @@ from lightning_omni.errors import ConfigurationError, OmniError, UnsupportedErro
 from lightning_omni.group.leased_batches import apportion
 from lightning_omni.runtime import World
 from lightning_omni.runtime.balance import Balance, gather
-from lightning_omni.runtime.model.buffer_sync import BufferSync, Merge, average_of, buffers_of
+from lightning_omni.runtime.model.buffer_sync import BufferSync, average_of, buffers_of, parameters_of
 from lightning_omni.runtime.model.meshes import shown
 from lightning_omni.runtime.model.sharded import reshard
 from lightning_omni.runtime.model.tensor_sync import check_all_shared
@@ -140,8 +140,7 @@ class Grouping:
 
     def _others(self) -> Iterator[BufferSync]:
         reshard(self._parts.world.wrapper.sharded)
-        for name, parameter in self._parts.pl_module.named_parameters():
-            yield BufferSync(name, parameter, Merge.FIRST)
+        yield from parameters_of(self._parts.pl_module)
         for model in averaged_models(self._parts.trainer):
             yield from average_of(model)
 

@@ -11,6 +11,8 @@ from typing import Any
 import torch
 from common import FOLDER, OPTIONS, InTime, dataset, digest, omni, pl, report, trainer
 from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector
+from torch.optim.swa_utils import AveragedModel
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import DataLoader, default_collate
 
@@ -194,6 +196,21 @@ class Held(pl.Callback):
         HELD.append([0.0, total([dict(each.state) for each in trainer.optimizers])])
 
 
+class Averages(pl.Callback):
+    """Keeps an average of the backbone in the module, and notes it after the last batch and at the epoch's end."""
+
+    def setup(self, trainer: Any, pl_module: Any, stage: str) -> None:
+        pl_module.average = AveragedModel(pl_module.backbone).requires_grad_(False)
+
+    def on_train_batch_end(self, trainer: Any, pl_module: Any, *_: Any) -> None:
+        pl_module.average.update_parameters(pl_module.backbone)
+        if trainer.is_last_batch:
+            self.on_train_epoch_end(trainer, pl_module)
+
+    def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+        HELD.append(parameters_to_vector(pl_module.average.parameters()).tolist())
+
+
 HELD: list[list[float]] = []
 
 
@@ -346,6 +363,7 @@ def main() -> None:
         ),
         "resumed": lambda: fit(groups(groups=2), 3, [Again(1)], "adamw", resume="tuned"),
         "ddp resumed": lambda: fit(pl.strategies.DDPStrategy(), 3, [Again(1)], "adamw", resume="tuned"),
+        "averaged": lambda: fit(groups(groups=2), 1, [Averages()]),
         "thawed": lambda: fit(groups(groups=2), 1, [Thaw(3)]),
         "thawed inside": lambda: fit(groups(groups=2), 1, [ThawInside()]),
         "by turns": lambda: fit(groups(groups=2, find_unused_parameters=True), 2, kind="by turns"),

@@ -17,7 +17,6 @@ from enum import Enum, auto
 import torch
 import torch.distributed as dist
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 from torch.nn import Module
 from torch.optim.swa_utils import AveragedModel
 
@@ -61,8 +60,7 @@ def average_of(module: Module) -> Iterator[BufferSync]:
 def parameters_of(module: Module) -> Iterator[BufferSync]:
     averages = {id(held) for each in module.modules() if isinstance(each, AveragedModel) for held in each.parameters()}
     for name, parameter in module.named_parameters():
-        if not isinstance(parameter, DTensor):
-            yield BufferSync(name, parameter, Merge.MEAN if id(parameter) in averages else Merge.FIRST)
+        yield BufferSync(name, parameter, Merge.MEAN if id(parameter) in averages else Merge.FIRST)
 
 
 def check_dense(named: Iterable[tuple[str, Tensor]]) -> None:

@@ -53,7 +53,11 @@ class ExternalWrites:
     def watch(self, module: Module | None) -> None:
         self.watched = module
         self.buffers = tuple if module is None else lambda: buffers_of(module)
-        self.others = tuple if module is None else lambda: parameters_of(module)
+        self.others = (
+            tuple
+            if module is None
+            else lambda: (each for each in parameters_of(module) if not isinstance(each.tensor, DTensor))
+        )
 
     def begin(self) -> None:
         """Record that all ranks and the server have the present values."""

@@ -223,7 +223,7 @@ class PeerConnections:
             assembly = Assembly(published, torch.empty(published.nbytes, dtype=torch.uint8))
             while not assembly.is_complete:
                 assembly.add(self._receive(group)[-1].buffer)
-        except (Ended, Refused, zmq.Again):  # a connection that ZeroMQ has made anew is a stranger's
+        except (Ended, zmq.Again):
             self._give_up(group)
             return None
         self.moved += published.nbytes
@@ -290,7 +290,7 @@ class PeerConnections:
                     min(self._timeout, CONNECT_TIME),
                     lambda: self._still_wanted(group),
                 )
-            except (ConnectionLost, Refused):
+            except ConnectionLost:
                 raise Ended from None
         return self._dialed[group].wire
 
@@ -309,6 +309,8 @@ class PeerConnections:
             self._unread[group] -= 1
         answer: m.Message = m.decode(self._receive(group)[0].buffer, at="rank", channel=m.PEER)
         if isinstance(answer, m.RefusedMessage):
+            if answer.code == "stranger":  # ZeroMQ has connected again by itself, which admits nobody
+                raise Ended
             raise Refused(answer.code, f"group {group} refused: {answer.reason}")
         return answer
 

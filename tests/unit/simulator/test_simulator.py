@@ -705,6 +705,14 @@ def test_what_cannot_be_batched_is_computed_one_by_one() -> None:
     assert_same_arrays(together, alone)
 
 
+def test_a_loss_that_draws_random_numbers_is_computed_for_one_group_at_a_time() -> None:
+    def noisy(model: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+        return loss(model, (nn.functional.dropout(batch[0], 0.5), batch[1]))
+
+    traces = [run(groups=12, loss=noisy, computation=Computation(batched=batched)) for batched in ("auto", False)]
+    assert_same_arrays(*traces)
+
+
 def test_a_parameter_that_takes_no_part_stays_even_where_weights_decay() -> None:
     class Partial(nn.Module):
         def __init__(self) -> None:
