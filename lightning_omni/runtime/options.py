@@ -231,7 +231,8 @@ class WorldOptions:
         overlap: whether a group computes its next gradient during an exchange, which makes it one step staler; for
             async_sgd.
         server: address of a running server; or ``"per-node"``, or a `Server`. None starts one beside rank 0.
-        elastic: True lets the ranks of this launcher join the run at ``server`` as one group; or an `Elastic`.
+        elastic: under OmniStrategy, True lets the ranks of this launcher join the run at ``server`` as one group, which
+            `World.training` refuses; or an `Elastic`.
         model_parallel: None: each member of a group holds the whole model. ``"fsdp"`` or an `FSDP`: each holds rows of
             every parameter; or a `ModelParallel`, for a module that is parallelized on the group's mesh.
         timeout: time after which a collective that does not complete is an error.

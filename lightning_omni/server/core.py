@@ -70,8 +70,8 @@ class ServerCore:
         on_run_over: called on other servers than 0 when a run has ended at server 0, and not here yet.
         data_port: port of the data socket, reported to every admitted rank; the driver sets it.
         versions: those of the server's packages, for observers; the driver sets them.
-        strangers: number of refused messages that were malformed or whose sender had not been admitted, and of
-            connections that the driver refused.
+        strangers: number of connections that the driver refused, and of refused messages that it could not read, of
+            senders that had not been admitted, and of those with another key.
     """
 
     def __init__(

@@ -59,7 +59,7 @@ class Status(Message, frozen=True, kw_only=True):
     Attributes:
         sent: value from the heartbeat; 0 answers `AskStatus`, a negative number no request.
         refused: pushes, and own weights for a mean, that were not finite, or declined.
-        strangers: refused connections, and messages that were malformed or whose sender had not been admitted.
+        strangers: `ServerCore.strangers`.
         staleness: count of merged pushes by staleness 0, 1, 2, ...
         head_time: recent mean seconds of exclusive access, summed over merged heads.
         serve_time: recent mean seconds for one push, from the arrival of the whole message until its answers are passed
