@@ -124,6 +124,13 @@ def test_a_lossy_wire_format_adds_its_own_cost_and_error() -> None:
     assert deviation == pytest.approx(math.hypot(0.1, 0.03))
 
 
+def test_hardsync_pays_for_a_lossy_wire_format_and_for_overlap_where_it_exchanges() -> None:
+    for variant, cost in (("wire", PRIOR.wire), ("overlap", PRIOR.overlap)):
+        used = {variant: True}
+        assert PRIOR.log_cost("hardsync", 4, 1, scatter=0.1, **used) == pytest.approx(cost)
+        assert PRIOR.log_cost("hardsync", 1, 1, scatter=0.1, **used) == (0.0, 0.0)
+
+
 @pytest.mark.parametrize("is_adaptive", [False, True])
 def test_thinner_matrices_of_powersgd_cost_more(is_adaptive: bool) -> None:
     def cost(format_: str) -> float:
