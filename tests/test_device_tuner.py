@@ -14,7 +14,6 @@ import pytorch_lightning as pl
 import torch
 from core import DeviceSetting
 from pytorch_lightning.loggers import CSVLogger
-from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from runs import run
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -22,7 +21,6 @@ from torch.utils.data import DataLoader, IterableDataset, TensorDataset
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.tuning.callback.pytorch_lightning import DeviceTuner
-from lightning_omni.tuning.trainer import arguments_of
 
 LAST = torch.channels_last
 ALL = DeviceSetting(keep_memory=True, channels_last=True)
@@ -251,19 +249,6 @@ def test_a_checkpoint_loads_in_a_run_without_the_callback(kind: Any, tmp_path: P
     assert all(tensor.is_contiguous() for tensor in saved["state_dict"].values())
     for state in saved["optimizer_states"][0]["state"].values():
         assert all(value.is_contiguous() for value in state.values() if isinstance(value, Tensor))
-
-
-def test_a_training_step_is_given_the_batchs_number_where_lightning_gives_it() -> None:
-    def usual(self: Any, batch: Any, batch_idx: int) -> None: ...
-    def short(self: Any, batch: Any) -> None: ...
-    def keywords(self: Any, batch: Any, **options: Any) -> None: ...
-    def by_name(self: Any, batch: Any, *, scale: float = 1.0) -> None: ...
-    def all_of_them(self: Any, *arguments: Any, **options: Any) -> None: ...
-    def wide(self: Any, batch: Any, *arguments: Any) -> None: ...
-
-    for step in (usual, short, keywords, by_name, all_of_them, wide):
-        passed = is_param_in_hook_signature(step, "batch_idx", min_args=2)
-        assert arguments_of(step) == ((0,) if passed else ()), step.__name__
 
 
 # --- Refusals and harmlessness ----------------------------------------------------------------------------------------
