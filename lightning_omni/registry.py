@@ -57,12 +57,11 @@ class Registry(Generic[Kind]):
 
     def text_of(self, value: Kind, without: Collection[str] = ()) -> str:
         """Return the text from which `named` makes the value, without defaults and settings in ``without``."""
-        plain, usual = to_wire(value), to_wire(type(value)())
-        settings = [
-            f"{name}={_text_of(plain[name])}"
-            for name in value.__struct_fields__
-            if name not in without and plain[name] != usual[name]
-        ]
+        plain, settings = to_wire(value), []
+        for name, field in _fields_of(type(value)).items():
+            usual = field.default if field.default_factory is msgspec.NODEFAULT else field.default_factory()
+            if name not in without and getattr(value, name) != usual:  # a required one has no usual value
+                settings.append(f"{name}={_text_of(plain[name])}")
         return f"{plain['name']}:{','.join(settings)}" if settings else str(plain["name"])
 
     def text_of_wire(self, plain: Mapping[str, Any]) -> str:

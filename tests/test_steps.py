@@ -197,6 +197,7 @@ def test_an_epoch_of_several_groups_is_resumed_with_the_samples_that_are_left(fi
         pytest.param("validated", 256, marks=pytest.mark.exhaustive),
         ("validated, in one group", 256),
         ("validated, by DDP", 256),
+        ("validated at max_steps, by DDP", 256),
         ("validated, of one group", (44 - 32) * BATCH),
     ],
 )

@@ -319,6 +319,28 @@ def test_a_run_that_is_resumed_with_one_more_dimension_is_searched_again(tmp_pat
     assert later.problem == "one rank is one group"
 
 
+def test_a_run_that_is_resumed_without_a_budget_trains_as_the_user_said(tmp_path: Path) -> None:
+    class Saves(pl.Callback):
+        def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:
+            state = first._fit.run.state  # type: ignore[union-attr]
+            state.own, state.setting = Setting(1, 0.9, 0.01), Setting(1, 0.5, 0.02)
+            state.ranks = 1
+            trainer.optimizers[0].param_groups[0]["momentum"] = 0.5
+            trainer.save_checkpoint(tmp_path / "chosen.ckpt")
+
+    class Sees(pl.Callback):
+        def on_train_batch_start(self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int) -> None:
+            momentum = trainer.optimizers[0].param_groups[0]["momentum"]
+            seen.append((momentum, trainer.strategy.world.rate_factor, run_of(later).state.setting))
+
+    seen: list[Any] = []
+    first, later = tuner_of(), tuner_of(budget=0.0, retune_every=1)
+    trainer_of(first, Saves(), max_epochs=1).fit(Line())
+    trainer_of(later, Sees()).fit(Line(), ckpt_path=tmp_path / "chosen.ckpt")
+    assert seen == [(0.9, 1.0, None)] * 32
+    assert later.problem == "budget=0"
+
+
 def test_a_run_of_groups_that_had_joined_is_searched_again_where_ranks_are_started_together(tmp_path: Path) -> None:
     class Saves(pl.Callback):
         def on_train_epoch_end(self, trainer: Any, pl_module: Any) -> None:

@@ -231,7 +231,7 @@ class DecoupledDiLoCo(LocalSteps, frozen=True, kw_only=True, tag="decoupled_dilo
     def changes_with_period(self, period: int) -> dict[str, Any]:
         changes = super().changes_with_period(period)
         if self.delay is not None:
-            changes["delay"] = min(self.delay, period // changes.get("fragments", 1) - 1)
+            changes["delay"] = min(self.delay, period // changes.get("fragments", 1))
         return changes
 
     def count(self, replica: Replica, gradient: Gradient) -> None:

@@ -316,13 +316,14 @@ def permutation(sampler: DistributedSampler[Any]) -> Tensor:
     """Return the epoch's order of dataset indices, padded or cut, before DistributedSampler divides it among ranks.
 
     Raises:
-        ConfigurationError: the dataset has grown, so that samples would be left out, which only ``drop_last`` permits.
+        ConfigurationError: the dataset has grown, without ``drop_last`` (samples would be left out), or shrunk with it.
     """
     count = len(sampler.dataset)  # type: ignore[arg-type]
-    if count > sampler.total_size and not sampler.drop_last:
+    if count != sampler.total_size and sampler.drop_last == (count < sampler.total_size):
+        other = "more" if sampler.drop_last else "fewer"
         raise ConfigurationError(
-            f"the dataset has {count} samples, and had {sampler.total_size} or fewer when its DataLoader was made: have"
-            " the loader made again, with reload_dataloaders_every_n_epochs=1"
+            f"the dataset has {count} samples, and had {sampler.total_size} or {other} when its DataLoader was made:"
+            " have the loader made again, with reload_dataloaders_every_n_epochs=1"
         )
     if sampler.shuffle:
         order = torch.randperm(count, generator=torch.Generator().manual_seed(sampler.seed + sampler.epoch))

@@ -122,14 +122,16 @@ class RunServer:
                 self._key = key_of_environment() or new_key()
                 self._states = self._states or self._place_for_states(self._taught[1])
                 self.processes[0].configure(self._settings(method, self._taught[1]))
-        except (OSError, ConfigurationError) as error:  # `find`, where others wait for rank 0, or `share` reports it
+        except ConfigurationError as error:  # `find`, where others wait for rank 0, or `share` reports it
             self._failure = error
+        except OSError as error:
+            self._failure = ConfigurationError(f"the parameter server's process could not be started: {error}")
 
     def share(self, address: str, key: bytes) -> None:
         """Let this rank's further servers join the coordinating one, and wait for them.
 
         Raises:
-            ConfigurationError, ConnectionLost, OSError: a server could not be started.
+            ConfigurationError, ConnectionLost: a server could not be started.
         """
         if self._taught is None:
             return
@@ -165,8 +167,7 @@ class RunServer:
         """Return address, key and a name for the run on all ranks, which call it; a key that they have is not sent.
 
         Raises:
-            ConfigurationError, ConnectionLost: rank 0 could not start the server (there also an OSError), or this rank
-                lacks its key.
+            ConfigurationError, ConnectionLost: rank 0 could not start the server, or this rank lacks its key.
         """
         failed = "rank 0 could not start the parameter server"
         address, key, run = ask_for_all(broadcast_text, self._rank == 0, self._found, failed, ConfigurationError)

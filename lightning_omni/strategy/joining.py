@@ -357,7 +357,7 @@ def _in_words(config: Any) -> str:
 
 
 def _sampled(scheduler: Any) -> list[list[tuple[int, float]]]:
-    """Return, for each function of a scheduler, which its state lacks, some counts and the values there."""
+    """Return, for each function of a scheduler, which its state lacks, counts and values there, or NaN."""
     return [_values(function, (0, 1, count, count + 1)) for function, count in _functions(scheduler)]
 
 
@@ -369,18 +369,19 @@ def _functions(scheduler: Any) -> list[tuple[Callable[[int], Any], int]]:
 
 
 def _values(function: Callable[[int], Any], counts: Iterable[int]) -> list[tuple[int, float]]:
-    found = []
-    for count in counts:
+    found = dict.fromkeys(counts, math.nan)
+    for count in found:
         with contextlib.suppress(Exception):  # a table, for example, has an end
-            found.append((count, float(function(count))))
-    return found
+            found[count] = float(function(count))
+    return [*found.items()]
 
 
 def _check_functions(config: Any, theirs: Sequence[Sequence[tuple[int, float]]]) -> None:
     """Reject a scheduler whose functions give other values than the run's: groups would train at other rates."""
     for (function, _), values in zip(_functions(config.scheduler), theirs, strict=False):
         for (count, own), (_, other) in zip(_values(function, (count for count, _ in values)), values, strict=False):
-            if not math.isclose(own, other, rel_tol=1e-6):  # other machines may round otherwise
+            is_same = math.isclose(own, other, rel_tol=1e-6)  # other machines may round otherwise
+            if not is_same and not (math.isnan(own) and math.isnan(other)):
                 raise ConfigurationError(
                     f"schedulers: a function of {_in_words(config)} returns {own:.6g} for {count}; that of the run that"
                     f" this group joins returns {other:.6g}; give all groups the same script"

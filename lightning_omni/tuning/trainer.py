@@ -39,7 +39,7 @@ def arguments_of(step: Callable[..., Any]) -> tuple[int, ...]:
     Raises:
         ConfigurationError: its first argument is ``dataloader_iter``.
     """
-    parameters = list(inspect.signature(step).parameters.values())[1:]
+    parameters = [each for each in inspect.signature(step).parameters.values() if each.kind <= each.VAR_POSITIONAL][1:]
     if parameters and parameters[0].name == "dataloader_iter":
         raise ConfigurationError("training_step draws its batches itself from dataloader_iter")
     many = any(each.kind is inspect.Parameter.VAR_POSITIONAL for each in parameters)

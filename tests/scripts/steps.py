@@ -353,9 +353,9 @@ class SavesValidated(Follows):
             trainer.save_checkpoint(FOLDER / "validated.ckpt")
 
 
-def validated(groups: int, then: int | None, **options: Any) -> dict[str, Any]:
+def validated(groups: int, then: int | None, first: dict[str, int] | None = None, **options: Any) -> dict[str, Any]:
     """Saved in the validation at the end of the second epoch, and resumed."""
-    run = run_of(groups, SavesValidated(), max_epochs=2)
+    run = run_of(groups, SavesValidated(), **(first or {"max_epochs": 2}))
     run.fit(Scheduled(), *loaders(256))
     follows = Follows()
     run = run_of(then or 1, follows, **{"max_epochs": 3, **options})
@@ -393,6 +393,7 @@ FITS: dict[str, Callable[[], dict[str, Any]]] = {
     "validated": lambda: validated(2, 2),
     "validated, in one group": lambda: validated(2, 1),
     "validated, by DDP": lambda: validated(2, None),
+    "validated at max_steps, by DDP": lambda: validated(2, None, {"max_steps": 32}),
     "validated, of one group": lambda: validated(1, 2, max_steps=44),
     "inside, in one group": lambda: inside(2, 1),
     "inside, in two": lambda: inside(2, 2),

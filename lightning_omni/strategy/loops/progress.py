@@ -322,7 +322,5 @@ class RunProgress:
 
     @property
     def is_whole(self) -> bool:
-        """Return whether steps are left at the end of an epoch of several groups: then it is whole."""
-        return (
-            self.is_counted_together and self.progress is not None and self.limits.steps_left(self.progress.steps) != 0
-        )
+        """Return whether an epoch of several groups is whole at its end if ``max_steps`` does not cut it short."""
+        return self.is_counted_together and self.progress is not None

@@ -32,13 +32,14 @@ def seconds_per_byte(timed: Callable[[int], float], nbytes: int) -> float:
     """Return the seconds that each byte adds to a message, by two messages that differ in their bytes alone.
 
     Neither is nearly empty, because many links send first bytes at once, unless ``nbytes``, those of a gradient, are
-    at most the least of `MESSAGE_BYTES`. ``timed`` returns the seconds of a message with a number of four-byte values.
+    under twice the least of `MESSAGE_BYTES`. ``timed`` returns the seconds of a message with a number of four-byte
+    values.
     """
     short = seconds = timed(1)
     count, per_byte = 1, 0.0
     for size in MESSAGE_BYTES:
         more = max(MESSAGE_BYTES[0], min(nbytes, size)) // 4
-        if more <= count:
+        if more < 2 * count:  # a few bytes take less time than messages vary by
             break
         longer = timed(more)
         per_byte = max(longer - seconds, 1e-9) / (4 * (more - count))

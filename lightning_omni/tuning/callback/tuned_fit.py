@@ -159,10 +159,12 @@ class TunedFit(Fit):
             self._disable(str(error), may_split=may_split)
             return
         known = [rank for rank, _ in run.state.speeds] or list(range(run.state.ranks))
-        if run.state.setting is not None and known != list(range(run.world.size)):
-            self._prepare_new_search(hyperparameters, "with other ranks than those of its settings")
+        if run.state.setting is not None and not run.options.budget:
+            self._drop_choice(hyperparameters, "with budget=0: its choice is not used")
+        elif run.state.setting is not None and known != list(range(run.world.size)):
+            self._drop_choice(hyperparameters, "with other ranks than those of its settings: searching again")
         elif run.state.own is not None and {each.name for each in run.options.further} - dict(run.own.further).keys():
-            self._prepare_new_search(hyperparameters, "with other dimensions in space=")
+            self._drop_choice(hyperparameters, "with other dimensions in space=: searching again")
         if run.may_change_inside:  # the third window may show a flat loss
             run.strategy.parts.epochs.check_every = c.FEWEST_WINDOWS * c.SHORTEST_WINDOW * run.batch(run.world.size)
             run.strategy.parts.epochs.on_check = self._synchronized
@@ -190,9 +192,9 @@ class TunedFit(Fit):
         but = ", but batches are split in proportion to the ranks' speeds where that pays" if splits else ""
         run.info(f"OmniTuner: nothing is tuned{but}: {problem}")
 
-    def _prepare_new_search(self, hyperparameters: Hyperparameters, how: str) -> None:
+    def _drop_choice(self, hyperparameters: Hyperparameters, how: str) -> None:
         run = self.run
-        run.info(f"OmniTuner: the run is resumed {how}: searching again")
+        run.info(f"OmniTuner: the run is resumed {how}")
         if run.state.own is not None:
             hyperparameters.set_momentum(run.state.own.momentum)
         run.forget()

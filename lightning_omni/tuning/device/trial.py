@@ -19,6 +19,7 @@ from torch.optim import Optimizer
 from torch.utils._pytree import tree_leaves
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods.model.server_optimizer import held_by
 from lightning_omni.tuning.device.setting import Applied, DeviceSetting
 
 Loss = Callable[[Any, Any], Tensor]
@@ -95,7 +96,7 @@ class Trial:
             return [float(self._step(number).detach()) for number in range(steps)]
 
     def reset(self) -> None:
-        """Restore the setup's weights, nudged, and buffers; empty the optimizer's state if it began empty."""
+        """Restore the setup's weights, nudged, buffers, and optimizer state; without any, empty it."""
         with torch.no_grad():
             for own, lent in zip(*map(_tensors, (self.model, self.setup.model)), strict=True):
                 own.copy_(lent)
@@ -103,7 +104,12 @@ class Trial:
                 seed_all(1)
                 for parameter in filter(Tensor.is_floating_point, self.model.parameters()):
                     parameter.mul_(1 + self._nudge * torch.randn_like(parameter))
-        if self._begins_empty:
+        if isinstance(given := self.setup.optimizer, Optimizer):
+            copies: dict[Tensor, Tensor] = dict(zip(held_by(given), held_by(self.optimizer), strict=True))
+            states = {copies.get(key, key): copy.deepcopy(state) for key, state in given.state.items()}
+            self.optimizer.state.clear()
+            self.optimizer.state.update(states)
+        elif self._begins_empty:
             self.optimizer.state.clear()
 
     def _step(self, number: int) -> Tensor:

@@ -305,7 +305,8 @@ class CostModel:
                 )
             per_byte = alike / bandwidth
             ring = model.nbytes * per_byte
-            model = replace(model, ring=ring, hand_ring=ring, own_per_byte=per_byte, link_per_byte=per_byte)
+            own = per_byte + model.own_per_byte - model.link_per_byte  # copies between a device and its host stay
+            model = replace(model, ring=ring, hand_ring=ring, own_per_byte=own, link_per_byte=per_byte)
         if latency is not None:
             check_number("latency", latency, "a number, 0 or more", low=0, below=math.inf)
             hop = alike * latency

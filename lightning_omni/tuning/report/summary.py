@@ -30,7 +30,7 @@ def number(value: float) -> str:
     """
     if math.isnan(value):
         return "–"
-    return f"{value:,.0f}" if 1000 <= abs(value) < 1e9 else f"{value:.3g}"
+    return f"{value:,.0f}" if 999.5 <= abs(value) < 1e9 else f"{value:.3g}"
 
 
 def times(value: float) -> str:

@@ -177,12 +177,13 @@ class Prior:
         ``all_reduce`` is empty for the run's own. Other arguments are as in `suggested`.
         """
         variants = [self.all_reduce.get(is_adaptive, {}).get(all_reduce, self.wire)] if all_reduce else []
+        if groups > 1:  # one alone exchanges nothing
+            variants += [each for is_used, each in ((wire, self.wire), (overlap, self.overlap)) if is_used]
         if self._is_synchronous(method, groups):
             return _added((0.0, 0.0), variants)
         best, log_step, cost, deviation, _ = self._values(method, groups, period, scatter, is_adaptive)
         away = (0.0 if momentum is None else momentum - best, 0.0 if step is None else math.log(step) - log_step)
         cost += self.steepness.get(is_adaptive, Steepness())(*away)
-        variants += [each for is_used, each in ((wire, self.wire), (overlap, self.overlap)) if is_used]
         return _added((cost, deviation), variants)
 
     def covers(self, method: str, groups: int, period: int) -> bool:

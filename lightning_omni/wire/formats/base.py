@@ -303,7 +303,7 @@ def _text_of(plain: Mapping[str, Any]) -> str:
 def text_of(format_: WireFormat) -> str:
     """Return the text of a format; "" for one that has no registered name."""
     plain = to_wire(format_)
-    return _text_of(plain) if plain["name"] in ("raw", *_registry.known) else ""
+    return _text_of(plain) if plain["name"] in _registry.known.keys() - {"both_ways"} else ""
 
 
 from_wire = _registry.from_wire

@@ -487,6 +487,18 @@ def test_a_text_stays_one_where_a_setting_is_a_text() -> None:
         method_named("softsync:n=none")
 
 
+def test_a_method_with_a_setting_that_must_be_given_can_be_written_as_text() -> None:
+    class Sized(Method, frozen=True, kw_only=True, tag="test_sized"):
+        size: int
+        other: float = 0.5
+        names: list[str] = []
+
+    registry: Registry[Method] = Registry({"test_sized": Sized}, Method, "method", "method", "", "")
+    assert registry.text_of(Sized(size=0)) == "test_sized:size=0"
+    assert registry.text_of(Sized(size=3, other=1.0)) == "test_sized:size=3,other=1.0"
+    assert registry.named("test_sized:size=3,other=1.0") == Sized(size=3, other=1.0)
+
+
 @every_method
 def test_a_group_side_asks_for_a_gradient_first(kind: type[Method]) -> None:
     assert next(kind().group_side(replica_of([torch.zeros(2)]))) == NextGradient()

@@ -15,6 +15,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -47,7 +48,7 @@ from lightning_omni.runtime.server_process import RunServer
 from lightning_omni.runtime.state.checkpoint import CheckpointFolder
 from lightning_omni.server.membership import timeouts as time_limits
 from lightning_omni.server.status import MOST_OBSERVERS
-from lightning_omni.strategy.joining import Rejoining
+from lightning_omni.strategy.joining import Rejoining, _check_functions, _sampled
 from lightning_omni.strategy.loops.epoch import DataSizes, EntryPoint
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.topology import Topology
@@ -1506,6 +1507,21 @@ def test_a_group_that_was_told_otherwise_is_refused_and_the_run_goes_on(run: Run
         assert says in other.output
     run.go(1)
     assert first.end(PATIENCE) == 0, first.output
+
+
+@pytest.mark.parametrize("own", [[1.0], [1.0, 0.5, 0.2], [0.3, 0.5]], ids=["shorter", "longer", "of other rates"])
+def test_a_schedule_by_a_table_is_compared_where_one_has_ended_too(own: list[float]) -> None:
+    def scheduled(rates: list[float]) -> Any:
+        optimizer = torch.optim.SGD([nn.Parameter(torch.zeros(1))], lr=0.1)
+        function = torch.optim.lr_scheduler.LambdaLR(optimizer, rates.__getitem__)
+        return SimpleNamespace(scheduler=function, interval="step", frequency=1)
+
+    theirs = scheduled([1.0, 0.5])
+    theirs.scheduler.last_epoch = 1
+    sampled = unpack(*pack({"functions": _sampled(theirs.scheduler)}))["functions"]
+    _check_functions(scheduled([1.0, 0.5]), sampled)
+    with pytest.raises(ConfigurationError, match=r"a function of LambdaLR every step returns .* for [012]; that of"):
+        _check_functions(scheduled(own), sampled)
 
 
 @pytest.mark.slow

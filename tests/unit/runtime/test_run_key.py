@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods import AsyncSGD
 from lightning_omni.runtime import WorldOptions
 from lightning_omni.runtime.server_process import RunServer
 from lightning_omni.transport.zeromq.keys import ENVIRONMENT, load_or_create
@@ -24,6 +25,26 @@ def test_a_key_of_the_environment_is_the_runs_and_a_rank_without_it_is_told(monk
     monkeypatch.delenv(ENVIRONMENT)
     with pytest.raises(ConfigurationError, match="this rank has none: set it to the same key for all ranks"):
         other.find(lambda _: said)
+
+
+def test_a_server_whose_process_cannot_be_started_is_the_same_error_on_all_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def refuses() -> None:
+        raise BlockingIOError(11, "Resource temporarily unavailable")
+
+    monkeypatch.setattr("lightning_omni.runtime.server_process.ServerProcess", refuses)
+    heard: list[str] = []
+
+    def tell(text: str) -> str:
+        heard.append(text)
+        return heard[0]
+
+    for rank in range(2):
+        server = RunServer(rank, WorldOptions(), [2])
+        server.start(AsyncSGD(), [])
+        with pytest.raises(ConfigurationError, match=r"server's process could not be started: .* temporarily unavail"):
+            server.find(tell)
 
 
 def test_what_is_no_key_is_refused_where_the_run_begins(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -285,6 +285,20 @@ def test_a_dataset_that_has_grown_is_refused_where_distributed_sampler_refuses_i
         permutation(sampler)
 
 
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_a_dataset_that_has_shrunk_is_refused_where_distributed_sampler_refuses_it(drop_last: bool) -> None:
+    dataset = list(range(64))
+    sampler: DistributedSampler[int] = DistributedSampler(dataset, 2, 0, drop_last=drop_last)  # type: ignore[arg-type]
+    del dataset[40:]
+    if not drop_last:
+        assert len(permutation(sampler)) == len(list(sampler)) * 2
+        return
+    with pytest.raises(AssertionError):
+        list(sampler)
+    with pytest.raises(ConfigurationError, match=r"has 40 samples, and had 64 or more .*reload_dataloaders_every_n_"):
+        permutation(sampler)
+
+
 @varied
 @given(st.integers(0, 1000), st.integers(1, 40), st.integers(1, 8))
 def test_members_share_a_batch_without_gap_or_overlap(start: int, size: int, members: int) -> None:

@@ -270,6 +270,16 @@ def test_what_a_busy_machine_adds_to_one_message_is_not_what_a_small_gradient_ta
     assert per_byte * nbytes <= max(late, 1e-9) / 15
 
 
+@given(nbytes=st.integers((1 << 16) + 4, 1 << 22), late=st.floats(0, 1e-3))
+def test_what_a_busy_machine_adds_to_a_message_is_not_divided_by_the_few_bytes_that_it_has_more(
+    nbytes: int, late: float
+) -> None:
+    def timed(count: int) -> float:
+        return 0.001 + count * 4e-8 + (late if 4 * count == nbytes // 4 * 4 else 0.0)
+
+    assert seconds_per_byte(timed, nbytes) * nbytes <= 1e-8 * nbytes + 4 * late + 1e-12
+
+
 def slower(found: Search, setting: Setting, log_ratio: float, observation: Observation) -> Search:
     """The next search of a run whose groups took so much longer than predicted, by new batches of one group."""
     return Search(found.spec, observation, segments=[TrainedSegment(setting, log_ratio, 0.01**2)])

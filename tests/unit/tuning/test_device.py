@@ -15,6 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from pytorch_lightning.utilities.signature_utils import is_param_in_hook_signature
 from rich.console import Console
 from torch import Tensor, nn
 from torch.nn.functional import cross_entropy
@@ -22,7 +23,8 @@ from torch.nn.functional import cross_entropy
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.tuning.device import DeviceReport, DeviceSetting, Finding, tune_device
 from lightning_omni.tuning.device.setting import align_layouts, can_keep_memory, contiguous, keep_memory
-from lightning_omni.tuning.device.trial import Comparison, agreement, compare, distance
+from lightning_omni.tuning.device.trial import Comparison, TrainingSetup, Trial, agreement, compare, distance
+from lightning_omni.tuning.trainer import arguments_of
 
 NO_COMPILE = {"compile": "a test"}
 STEPS = ("compile", "allocator", "memory format")
@@ -540,6 +542,32 @@ def test_a_report_survives_json_and_can_be_shown() -> None:
     report = tuned(in_bf16, bf16="propose", skip=only("memory format"))
     assert DeviceReport.from_dict(json.loads(json.dumps(report.to_dict()))) == report
     assert report.table().row_count == len(report.findings)
+
+
+def test_a_training_step_is_given_the_batchs_number_where_lightning_gives_it() -> None:
+    def usual(self: Any, batch: Any, batch_idx: int) -> None: ...
+    def short(self: Any, batch: Any) -> None: ...
+    def keywords(self: Any, batch: Any, **options: Any) -> None: ...
+    def by_name(self: Any, batch: Any, *, scale: float = 1.0) -> None: ...
+    def all_of_them(self: Any, *arguments: Any, **options: Any) -> None: ...
+    def wide(self: Any, batch: Any, *arguments: Any) -> None: ...
+
+    for step in (usual, short, keywords, by_name, all_of_them, wide):
+        passed = is_param_in_hook_signature(step, "batch_idx", min_args=2)
+        assert arguments_of(step) == ((0,) if passed else ()), step.__name__
+
+
+@pytest.mark.parametrize(
+    "setting", [DeviceSetting(), DeviceSetting(channels_last=True)], ids=["usual", "channels_last"]
+)
+def test_each_probe_begins_with_the_state_that_the_optimizer_has(setting: DeviceSetting) -> None:
+    model, optimizer = trained()
+    trial = Trial(TrainingSetup(model, loss_of, optimizer, batches()), setting)
+    first = trial.losses(4)
+    trial.run(3)
+    assert trial.losses(4) == first
+    fresh = Trial(TrainingSetup(model, loss_of, torch.optim.SGD(model.parameters(), 0.05, 0.9), batches()), setting)
+    assert fresh.losses(4) != first
 
 
 def test_an_optimizer_may_be_made_by_a_function_or_be_of_ones_own() -> None:

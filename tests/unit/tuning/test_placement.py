@@ -73,6 +73,16 @@ def test_exchanges_of_devices_are_forecast_by_copies_and_not_by_links_of_their_a
     assert rate(measured, 4, "async_sgd") == pytest.approx(4 * BATCH / (2 * STEP), rel=0.01)
 
 
+def test_on_another_network_exchanges_of_devices_are_still_copied() -> None:
+    copies = STEP / (2 * NBYTES)
+    pattern = ExchangePattern.of("async_sgd", nbytes=NBYTES)
+    timed: list[dict[str, Any]] = [{"host_per_byte": 1 / LINK}, {}]
+    for known in timed:
+        faster = Profile.fit([one_group(copy_per_byte=copies, **known)]).scaled(bandwidth=1e15)
+        found = faster.predict(4, exchanging=pattern).samples_per_second.value
+        assert found == pytest.approx(4 * BATCH / (2 * STEP), rel=0.01)
+
+
 def test_exchanges_of_devices_share_the_sockets_of_their_hosts() -> None:
     measured = one_group(copy_per_byte=1e-15, host_per_byte=1 / LINK)
     assert rate(measured, 4, "async_sgd") == pytest.approx(rate(one_group(), 4, "async_sgd"), rel=0.01)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -122,6 +123,13 @@ def test_a_lossy_wire_format_adds_its_own_cost_and_error() -> None:
     cost, deviation = SMALL.log_cost("async_sgd", 2, 1, scatter=0.1, wire=True)
     assert cost == pytest.approx(0.12)
     assert deviation == pytest.approx(math.hypot(0.1, 0.03))
+
+
+def test_hardsync_pays_for_a_lossy_wire_format_and_for_overlap_where_it_exchanges() -> None:
+    for variant, cost in (("wire", PRIOR.wire), ("overlap", PRIOR.overlap)):
+        used: dict[str, Any] = {variant: True}
+        assert PRIOR.log_cost("hardsync", 4, 1, scatter=0.1, **used) == pytest.approx(cost)
+        assert PRIOR.log_cost("hardsync", 1, 1, scatter=0.1, **used) == (0.0, 0.0)
 
 
 @pytest.mark.parametrize("is_adaptive", [False, True])

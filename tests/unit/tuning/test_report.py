@@ -228,6 +228,16 @@ def test_a_report_leaves_out_groups_that_cannot_exchange_by_the_methods() -> Non
     words_of(report(Round(made, 0, 0.0)))
 
 
+def test_a_number_that_is_rounded_to_a_thousand_is_whole() -> None:
+    assert [number(value) for value in (999.4, 999.5, 999.99, -999.7, 1000)] == [
+        "999",
+        "1,000",
+        "1,000",
+        "-1,000",
+        "1,000",
+    ]
+
+
 def test_headlines_have_their_intervals_and_what_was_measured() -> None:
     said = report(target=0.9).statement
     assert re.search(r"speed-up over your own setting: [\d.]+× \(80 % interval [\d.]+× to [\d.]+×\)", said)

@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import Parameter
 from torch.utils.data import TensorDataset
 
+from lightning_omni import Compression
 from lightning_omni.errors import ConfigurationError, MalformedMessage
 from lightning_omni.group.core import GroupCore, ServerRequest
 from lightning_omni.methods import AsyncSGD, Gradient, NextGradient, Pulled, Replica
@@ -41,6 +42,7 @@ from lightning_omni.wire.formats.base import (
     from_wire,
     load_format,
     register,
+    text_of,
     to_wire,
 )
 from lightning_omni.wire.layout import Layout
@@ -48,6 +50,11 @@ from lightning_omni.wire.layout import Layout
 SHAPES = ((4, 3), (), (7,))
 LAYOUT = Layout.of({str(place): torch.zeros(shape, dtype=torch.float64) for place, shape in enumerate(SHAPES)})
 TOPK = TopK(fraction=0.25)
+
+
+def test_only_a_format_that_can_be_named_has_a_text() -> None:
+    assert [text_of(Compression(name).wire_format) for name in ("fp32", "int8")] == ["fp32", "int8"]
+    assert text_of(Compression("int8", "bf16").wire_format) == ""
 
 
 def views(wire: WireFormat, payload: Tensor, present: tuple[bool, ...]) -> list[Tensor | None]:
