@@ -165,7 +165,7 @@ class EpochDriver:
     # --- An epoch ----------------------------------------------------------------------------------------------------
 
     def begin(self, epoch: int) -> None:
-        """Begin an epoch: the groups start to compute, and the server, if any, opens its samples.
+        """Begin an epoch: the groups start to compute, and the server opens its samples if it leases them.
 
         A second call for it, or one before `start`, does nothing.
         """

@@ -49,11 +49,11 @@ class PushMessage(Message, tag="Push", frozen=True, kw_only=True):
 
     Attributes:
         present: for each parameter, whether it has a tensor.
-        epoch: the epoch, -1 if its data is not leased.
+        epoch: the epoch; -1 if its data is not leased, and at other servers than the coordinating one.
         trained: number of the group's batches of the epoch that are trained so far, those of this push included.
         layout: version of the group's layout.
         incarnation: the group's incarnation; pushes of an earlier one are refused.
-        sequence: number of this incarnation's push to this optimizer, from 1, each applied once; 0 at a merged head.
+        sequence: number of this incarnation's push to this optimizer, from 1, each counted once; 0 at a merged head.
         fragment: number of the method's fragment; -1 for all parameters. ``present`` then has a flag for each entry of
             `lightning_omni.wire.layout.Layout.fragment`.
         request: number of a rank's request to several servers, each of which gets a part; 0 for one server.
