@@ -73,11 +73,11 @@ from lightning_omni.tuning.callback.tuned_run import Command as Command
 from lightning_omni.tuning.device import DeviceSetting as DeviceSetting
 from lightning_omni.tuning.model.cost_model import CostModel as CostModel
 from lightning_omni.tuning.model.cost_model import ExchangePattern as ExchangePattern
-from lightning_omni.tuning.model.forecast import Setting as Setting
-from lightning_omni.tuning.model.forecast import TrainedBatches as TrainedBatches
 from lightning_omni.tuning.model.measurements import Measured as Measured
+from lightning_omni.tuning.model.measurements import TrainedBatches as TrainedBatches
 from lightning_omni.tuning.model.profile import Prediction as Prediction
 from lightning_omni.tuning.model.profile import Profile as Profile
+from lightning_omni.tuning.model.setting import Setting as Setting
 from lightning_omni.tuning.report import TuningReport as TuningReport
 from lightning_omni.tuning.report.summary import duration as duration
 from lightning_omni.tuning.report.summary import number as number

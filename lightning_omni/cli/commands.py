@@ -183,7 +183,7 @@ def plan(
     delay = None if latency is None else seconds_of("--latency", latency)
     # Imported here, so that --help does not wait for torch.
     from lightning_omni.cli.plan import exchanges_of
-    from lightning_omni.tuning.model.forecast import Setting
+    from lightning_omni.tuning.model.setting import Setting
     from lightning_omni.tuning.report import TuningReport
     from lightning_omni.tuning.report import plan as of
 

@@ -14,10 +14,10 @@ from typing_extensions import override
 from lightning_omni.checks import check_number, counted
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import method_named, text_of, with_period
-from lightning_omni.tuning.model.estimate import Estimate
-from lightning_omni.tuning.model.forecast import Scaling, Setting
+from lightning_omni.tuning.model.forecast import Estimate
 from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Profile
+from lightning_omni.tuning.model.setting import Scaling, Setting
 from lightning_omni.tuning.report.summary import number
 from lightning_omni.tuning.search.choice import best_by_forecast, best_enumerated
 from lightning_omni.tuning.search.constants import FASTER

@@ -11,7 +11,7 @@ from lightning_omni.errors import MalformedMessage, OmniError, ProtocolError
 from lightning_omni.methods import REGISTRY, Method
 from lightning_omni.methods.model.modules import ResolveModule
 from lightning_omni.methods.model.server_optimizer import Resolve
-from lightning_omni.server.epochs.epoch import MOST_OPEN
+from lightning_omni.server.epochs.validation import MOST_OPEN
 from lightning_omni.server.parameters.served_parameters import ROOM, ServedParameters
 from lightning_omni.server.parameters.store import ServedHead
 from lightning_omni.server.run_context import RunContext

@@ -27,8 +27,8 @@ from rich.progress import track
 from rich.table import Table
 
 from lightning_omni.tuning.callback.online_tuner import DECISION_STEPS
-from lightning_omni.tuning.model.forecast import Scaling, Setting, TrainedBatches
-from lightning_omni.tuning.model.measurements import Measured
+from lightning_omni.tuning.model.measurements import Measured, TrainedBatches
+from lightning_omni.tuning.model.setting import Scaling, Setting
 from lightning_omni.tuning.search import Observation, Search, SearchSpec, Space
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search.choice import verdict

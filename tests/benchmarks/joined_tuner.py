@@ -23,8 +23,8 @@ from tasks import EVERY, JUDGING, TASKS, Run, Task, at_evaluation, crossing
 from lightning_omni.methods import AsyncSGD
 from lightning_omni.simulator import Cluster, Computation, Evaluation, Jitter, Limits, Workload, simulate
 from lightning_omni.topology import Topology
-from lightning_omni.tuning.callback.tuned_fit import follow_groups
-from lightning_omni.tuning.model.forecast import Scaling, Setting
+from lightning_omni.tuning.callback.hyperparameters import follow_groups
+from lightning_omni.tuning.model.setting import Scaling, Setting
 from lightning_omni.tuning.search import Space
 
 PATIENCE = 1.6

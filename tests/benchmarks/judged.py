@@ -48,7 +48,8 @@ from lightning_omni.methods import method_named, with_period
 from lightning_omni.simulator import Cluster
 from lightning_omni.topology import Topology
 from lightning_omni.tuning.callback.online_tuner import DECISION_STEPS
-from lightning_omni.tuning.model.forecast import Scaling, Setting, TrainedBatches
+from lightning_omni.tuning.model.measurements import TrainedBatches
+from lightning_omni.tuning.model.setting import Scaling, Setting
 from lightning_omni.tuning.search import Observation, Search, SearchSpec, Space
 from lightning_omni.tuning.search.choice import verdict
 from lightning_omni.tuning.search.evidence import Evidence

@@ -41,8 +41,8 @@ from torch.utils.data import DataLoader, TensorDataset
 from tuned_hosts import has_been_host, on_hosts
 
 from lightning_omni.methods import method_named, with_period
-from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.model.profile import Prediction
+from lightning_omni.tuning.model.setting import Setting
 from lightning_omni.tuning.search import Search
 from lightning_omni.tuning.search.space import DEFAULT_METHODS, compression_named
 

@@ -70,7 +70,8 @@ from torch import nn
 from lightning_omni import Compression
 from lightning_omni.methods import Method, method_named, with_period
 from lightning_omni.simulator import Cluster
-from lightning_omni.tuning.model.forecast import Scaling, Setting, explicit_for
+from lightning_omni.tuning.callback.hyperparameters import explicit_for
+from lightning_omni.tuning.model.setting import Scaling, Setting
 from lightning_omni.tuning.search.prior import STREAMING, Prior, PriorRow, PriorTheory, Steepness
 from lightning_omni.tuning.search.space import DEFAULT_ALL_REDUCES, DEFAULT_METHODS
 from lightning_omni.wire.all_reduce import PowerSGD, all_reduce_of

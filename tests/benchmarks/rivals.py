@@ -43,7 +43,7 @@ from rich.progress import track
 from rich.table import Table
 from tasks import CLUSTERS, JUDGING, RANKS, TASKS, cluster_of
 
-from lightning_omni.tuning.model.forecast import Scaling, Setting
+from lightning_omni.tuning.model.setting import Scaling, Setting
 from lightning_omni.tuning.search.constants import FASTER
 
 GROUPS = (1, 2, 4, 8)

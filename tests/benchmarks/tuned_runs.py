@@ -64,8 +64,8 @@ from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
 from lightning_omni.tuning.callback.online_tuner import DECISION_STEPS
 from lightning_omni.tuning.callback.speed import Speed
-from lightning_omni.tuning.model.forecast import Setting, TrainedBatches
-from lightning_omni.tuning.model.measurements import Measured
+from lightning_omni.tuning.model.measurements import Measured, TrainedBatches
+from lightning_omni.tuning.model.setting import Setting
 from lightning_omni.tuning.search import Observation, Search, TrainedSegment
 from lightning_omni.tuning.search.choice import best_by_forecast, verdict
 from lightning_omni.tuning.search.evidence import mean_error

@@ -309,7 +309,7 @@ class PeerConnections:
             self._unread[group] -= 1
         answer: m.Message = m.decode(self._receive(group)[0].buffer, at="rank", channel=m.PEER)
         if isinstance(answer, m.RefusedMessage):
-            if answer.code == "stranger":  # ZeroMQ has connected again by itself, which admits nobody
+            if answer.code == "stranger":  # ZeroMQ has connected again by itself; only `dial` is admitted
                 raise Ended
             raise Refused(answer.code, f"group {group} refused: {answer.reason}")
         return answer

@@ -1,8 +1,9 @@
-"""The learning rate and momentum of an optimizer, with the schedulers that change them."""
+"""The learning rate and momentum of an optimizer, and the rule by which both follow the number of groups."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,9 @@ from torch.optim import SGD, Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.tuning.model.forecast import Scaling
+from lightning_omni.methods import AsyncSGD, Method
+from lightning_omni.tuning.model.setting import Scaling, Setting
+from lightning_omni.tuning.search import Space
 
 if TYPE_CHECKING:
     from pytorch_lightning import Trainer
@@ -104,3 +107,48 @@ def _flat(schedulers: Iterable[Any]) -> list[Any]:
             inside = value if isinstance(value, (list, tuple)) else [value]
             found += [one for one in inside if isinstance(one, LRScheduler) and one not in found]
     return found
+
+
+def explicit_for(total: float, staleness: float) -> float:
+    """Return the explicit momentum that reaches a total together with the momentum of geometric staleness.
+
+    Random staleness of this mean (g - 1 for g groups that push one after the other) adds a momentum u = 1 - 1 / (1 +
+    staleness), with 1 - total = (1 - m)(1 - u) for the explicit m. So m = 1 - (1 - total)(1 + staleness), or 0 where
+    asynchrony alone adds as much or more.
+
+    Example:
+        >>> [round(explicit_for(0.9, groups - 1), 2) for groups in (1, 2, 4, 16)]
+        [0.9, 0.8, 0.6, 0.0]
+
+    References:
+        Mitliagkas et al. 2016, "Asynchrony begets Momentum", Theorem 6.
+    """
+    return max(0.0, min(total, round(1 - (1 - total) * (1 + staleness), 12)))
+
+
+def follow_groups(own: Setting, groups: int, method: Method, scaling: Scaling, space: Space) -> Setting:
+    """Return the setting whose momentum and learning rate let groups train like one.
+
+    With g groups whose pushes are applied one after the other, the explicit momentum is lowered for the implicit one of
+    1 - 1 / g (`explicit_for`). The learning rate moves the weights as far in the time of a batch, which has g updates
+    now (`Scaling`). Nothing changes for methods that average the groups, or wait for all of them. Both values
+    stay within ``space``. A rate that the server divides by the staleness is multiplied by it. ``own`` is the user's
+    setting, of one group.
+
+    Example:
+        >>> own = Setting(groups=1, momentum=0.9, lr=0.1)
+        >>> for groups in (2, 4, 16):
+        ...     print(follow_groups(own, groups, AsyncSGD(), Scaling(), Space(groups=(1,))))
+        2 groups, momentum 0.8, lr 0.1
+        4 groups, momentum 0.6, lr 0.1
+        16 groups, momentum 0, lr 0.0625
+
+    References:
+        Zhang et al. 2016, "Staleness-aware Async-SGD", for rates that fall with the staleness.
+    """
+    updates = method.updates_per_batch(groups)
+    momentum = min(max(explicit_for(own.momentum, updates - 1), space.momentum[0]), space.momentum[1])
+    lr = scaling.lr(updates, momentum, scaling.step(own))
+    if isinstance(method, AsyncSGD) and method.staleness_aware:
+        lr *= max(1, updates - 1)  # the server divides it by that
+    return replace(own, groups=groups, momentum=momentum, lr=min(max(lr, space.lr[0]), space.lr[1]))

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from lightning_omni.serialization import Serializable
-from lightning_omni.tuning.model.forecast import Setting
+from lightning_omni.tuning.model.setting import Setting
 from lightning_omni.tuning.search import constants as c
 
 

@@ -27,8 +27,7 @@ from lightning_omni.tuning.callback.microbenchmarks import Microbenchmarks
 from lightning_omni.tuning.callback.settings import AppliedSetting, FitSpace
 from lightning_omni.tuning.callback.speed import SpeedRecord
 from lightning_omni.tuning.callback.tuned_run import Command, TunedRun, TunerReports
-from lightning_omni.tuning.model.forecast import TrainedBatches
-from lightning_omni.tuning.model.measurements import Measured
+from lightning_omni.tuning.model.measurements import Measured, TrainedBatches
 from lightning_omni.tuning.model.steps import StepTimer
 from lightning_omni.tuning.search import Observation, Search, SearchSpec
 from lightning_omni.tuning.search import constants as c

@@ -24,7 +24,7 @@ from lightning_omni.strategy.lightning_internals.strategies import has_ddp_comm_
 from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
 from lightning_omni.tuning.callback.losses import DivergenceGuard
 from lightning_omni.tuning.callback.tuned_run import Command, TunedRun
-from lightning_omni.tuning.model.forecast import Setting
+from lightning_omni.tuning.model.setting import Setting
 from lightning_omni.tuning.search import SearchSpec, Space
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search.space import (

@@ -13,7 +13,7 @@ import torch
 from lightning_omni.strategy.lightning_internals.callbacks import loader_of
 from lightning_omni.tuning.callback.settings import AppliedSetting
 from lightning_omni.tuning.callback.tuned_run import Command, TunedRun, TunerReports, strategy_of
-from lightning_omni.tuning.model.forecast import Setting
+from lightning_omni.tuning.model.setting import Setting
 from lightning_omni.tuning.model.steps import StepTimer
 from lightning_omni.tuning.search import Search, TrainedSegment
 from lightning_omni.tuning.search import constants as c

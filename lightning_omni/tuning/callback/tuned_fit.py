@@ -14,20 +14,19 @@ from typing import TYPE_CHECKING, Any
 from typing_extensions import override
 
 from lightning_omni.errors import ConfigurationError, UnsupportedError
-from lightning_omni.methods import AsyncSGD, Method
 from lightning_omni.runtime.balance import gather_values
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.strategy.lightning_internals.callbacks import is_fast_dev_run
 from lightning_omni.strategy.lightning_internals.loops import should_stop_now, will_step
 from lightning_omni.strategy.lightning_internals.metrics import loss_in
 from lightning_omni.strategy.lightning_internals.strategies import has_ddp_comm_hook
-from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
+from lightning_omni.tuning.callback.hyperparameters import Hyperparameters, follow_groups
 from lightning_omni.tuning.callback.online_tuner import OnlineTuner
 from lightning_omni.tuning.callback.plateau import PlateauGuard
 from lightning_omni.tuning.callback.settings import AppliedSetting, FitSpace
 from lightning_omni.tuning.callback.speed import ForecastCheck, SpeedRecord, samples_in
 from lightning_omni.tuning.callback.tuned_run import TunedRun, TunerOptions, TunerReports
-from lightning_omni.tuning.model.forecast import Scaling, Setting, explicit_for
+from lightning_omni.tuning.model.setting import Setting
 from lightning_omni.tuning.search import Space
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.trainer import end_epoch, log
@@ -339,34 +338,6 @@ _CHOSEN = ("momentum", "lr", "rebalance")
 """Dimensions that a group which has joined on its own can choose."""
 
 
-def follow_groups(own: Setting, groups: int, method: Method, scaling: Scaling, space: Space) -> Setting:
-    """Return the setting whose momentum and learning rate let groups train like one.
-
-    With g groups whose pushes are applied one after the other, the explicit momentum is lowered for the implicit one of
-    1 - 1 / g (`explicit_for`). The learning rate moves the weights as far in the time of a batch, which has g updates
-    now (`Scaling`). Nothing changes for methods that average the groups, or wait for all of them. Both values
-    stay within ``space``. A rate that the server divides by the staleness is multiplied by it. ``own`` is the user's
-    setting, of one group.
-
-    Example:
-        >>> own = Setting(groups=1, momentum=0.9, lr=0.1)
-        >>> for groups in (2, 4, 16):
-        ...     print(follow_groups(own, groups, AsyncSGD(), Scaling(), Space(groups=(1,))))
-        2 groups, momentum 0.8, lr 0.1
-        4 groups, momentum 0.6, lr 0.1
-        16 groups, momentum 0, lr 0.0625
-
-    References:
-        Zhang et al. 2016, "Staleness-aware Async-SGD", for rates that fall with the staleness.
-    """
-    updates = method.updates_per_batch(groups)
-    momentum = min(max(explicit_for(own.momentum, updates - 1), space.momentum[0]), space.momentum[1])
-    lr = scaling.lr(updates, momentum, scaling.step(own))
-    if isinstance(method, AsyncSGD) and method.staleness_aware:
-        lr *= max(1, updates - 1)  # the server divides it by that
-    return replace(own, groups=groups, momentum=momentum, lr=min(max(lr, space.lr[0]), space.lr[1]))
-
-
 class JoinedFit(Fit):
     """A fit of a group that has joined on its own: momentum and learning rate follow the number of groups.
 
@@ -447,4 +418,4 @@ def check_joined(options: TunerOptions) -> None:
             )
 
 
-__all__ = ["Fit", "JoinedFit", "TunedFit", "check_joined", "follow_groups", "may_form_groups"]
+__all__ = ["Fit", "JoinedFit", "TunedFit", "check_joined", "may_form_groups"]

@@ -20,7 +20,7 @@ from lightning_omni.topology import Topology
 from lightning_omni.trace import reaches
 from lightning_omni.tuning.callback.hyperparameters import Hyperparameters
 from lightning_omni.tuning.callback.losses import TrainingLosses
-from lightning_omni.tuning.model.forecast import Setting
+from lightning_omni.tuning.model.setting import Setting
 from lightning_omni.tuning.report import ReportOrigin, Round, RunTimes, TuningReport
 from lightning_omni.tuning.search import Choice, Dimension, Search, TrainedSegment
 from lightning_omni.tuning.search import constants as c

@@ -5,10 +5,16 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
 
 from lightning_omni.checks import check_number
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.serialization import Serializable
+from lightning_omni.tuning.model import constants as c
+
+Array = np.ndarray[Any, Any]
 
 
 @dataclass(frozen=True)
@@ -112,3 +118,47 @@ def _check_numbers(measured: Measured) -> None:
     least = dict.fromkeys((*seconds, "nbytes"), 0) | {"servers": 1}
     for name, low in least.items():
         check_number(name, getattr(measured, name), f"a number, {low} or more", low, below=math.inf)
+
+
+@dataclass(frozen=True)
+class TrainedBatches(Serializable):
+    """The losses of a run's first batches, in one group.
+
+    Attributes:
+        samples: samples trained when each batch ended, ascending, shape (batches,).
+        losses: mean training loss of each batch, before the update with it, shape (batches,); empty if one of them is
+            not finite.
+    """
+
+    samples: tuple[float, ...]
+    losses: tuple[float, ...]
+
+    @property
+    def end(self) -> float:
+        return self.samples[-1] if self.samples else 0.0
+
+    @property
+    def first_loss(self) -> float:
+        return self.losses[0] if self.losses else math.nan
+
+    @property
+    def is_finite(self) -> bool:
+        return len(self.losses) == len(self.samples) > 0
+
+    @property
+    def level(self) -> float:
+        return float(self.blocks()[-c.TAIL :].mean())
+
+    @property
+    def scatter(self) -> float:
+        """Return the standard deviation of a batch's loss about the trend, from differences of successive losses."""
+        differences = np.diff(self.losses)
+        return float(np.sqrt(np.mean(differences**2) / 2)) if len(differences) else 0.0
+
+    def blocks(self, count: int = c.BLOCKS) -> Array:
+        """Return the mean loss of each of ``count`` equal segments of the samples."""
+        edges = np.linspace(0, self.end, count + 1)
+        ends = np.asarray(self.samples)
+        # The losses are integrated, as constant over each batch, and interpolated at the edges.
+        total = np.concatenate([[0.0], np.cumsum(np.diff(ends, prepend=0.0) * np.asarray(self.losses))])
+        return np.asarray(np.diff(np.interp(edges, np.concatenate([[0.0], ends]), total)) / np.diff(edges))

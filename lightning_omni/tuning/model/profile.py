@@ -29,9 +29,8 @@ from lightning_omni.topology import Topology
 from lightning_omni.tuning.model import constants as c
 from lightning_omni.tuning.model.cost_fit import fit_model
 from lightning_omni.tuning.model.cost_model import CostModel, ExchangePattern
-from lightning_omni.tuning.model.estimate import Estimate
+from lightning_omni.tuning.model.forecast import Estimate, TrainingPlan
 from lightning_omni.tuning.model.measurements import Measured, mean_samples
-from lightning_omni.tuning.model.training_plan import TrainingPlan
 from lightning_omni.wire.all_reduce import EXACT, AllReduce, all_reduce_of
 
 Array = np.ndarray[Any, Any]

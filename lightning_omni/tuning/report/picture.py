@@ -22,7 +22,7 @@ from lightning_omni.palette import (
     plot_interval,
 )
 from lightning_omni.palette import PARTS as PARTS_COLOURS
-from lightning_omni.tuning.model.estimate import Estimate
+from lightning_omni.tuning.model.forecast import Estimate
 from lightning_omni.tuning.report.summary import SearchSummary, number, shares, times
 
 _PART_LABELS = {

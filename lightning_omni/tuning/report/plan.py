@@ -9,8 +9,8 @@ from functools import cached_property
 from typing import Any
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction, Profile
+from lightning_omni.tuning.model.setting import Setting
 from lightning_omni.tuning.report.summary import duration
 from lightning_omni.tuning.search import Search, SearchSpec, Space
 from lightning_omni.tuning.search.choice import best_by_forecast, cheapest, risk_adjusted

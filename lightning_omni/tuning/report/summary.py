@@ -11,9 +11,9 @@ from functools import cached_property
 
 from lightning_omni.checks import counted
 from lightning_omni.serialization import Serializable
-from lightning_omni.tuning.model.estimate import Estimate
-from lightning_omni.tuning.model.forecast import Setting
+from lightning_omni.tuning.model.forecast import Estimate
 from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction
+from lightning_omni.tuning.model.setting import Setting
 from lightning_omni.tuning.search import Choice, Search
 from lightning_omni.tuning.search.choice import best_by_forecast
 from lightning_omni.tuning.search.constants import QUANTILE

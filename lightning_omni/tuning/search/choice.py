@@ -9,8 +9,8 @@ from html import escape
 from typing import Any, TypeVar
 
 from lightning_omni.serialization import Serializable
-from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.model.profile import BOTTLENECKS
+from lightning_omni.tuning.model.setting import Setting
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search.evidence import Evidence, is_faster, mean_error
 

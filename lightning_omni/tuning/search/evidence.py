@@ -15,10 +15,10 @@ from lightning_omni.methods import method_named, with_period
 from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model.constants import BLOCKS, TAIL
 from lightning_omni.tuning.model.cost_model import ExchangePattern
-from lightning_omni.tuning.model.estimate import Estimate
-from lightning_omni.tuning.model.forecast import Scaling, Setting, TrainedBatches
-from lightning_omni.tuning.model.measurements import Measured
+from lightning_omni.tuning.model.forecast import Estimate
+from lightning_omni.tuning.model.measurements import Measured, TrainedBatches
 from lightning_omni.tuning.model.profile import Prediction, Profile
+from lightning_omni.tuning.model.setting import Scaling, Setting
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search.prior import Prior, PriorTheory
 from lightning_omni.tuning.search.space import SearchSpec, compression_named
@@ -37,7 +37,7 @@ class SpeedResiduals:
     as often, in the same way.
 
     Example:
-        >>> from lightning_omni.tuning.model.forecast import Setting
+        >>> from lightning_omni.tuning.model.setting import Setting
         >>> trained = Setting(4, 0.6, 0.1, method="async_sgd")
         >>> residuals = SpeedResiduals([trained], [0.7], [0.001])
         >>> mean, deviation = residuals(trained)

@@ -22,7 +22,7 @@ import numpy as np
 
 from lightning_omni.methods import DiLoCo, LocalSGD, method_named
 from lightning_omni.serialization import Serializable
-from lightning_omni.tuning.model.forecast import Scaling, Setting
+from lightning_omni.tuning.model.setting import Scaling, Setting
 from lightning_omni.tuning.search import constants as c
 
 Array = np.ndarray[Any, Any]

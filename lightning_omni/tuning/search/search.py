@@ -10,8 +10,8 @@ from typing import Any
 import numpy as np
 
 from lightning_omni.serialization import Serializable
-from lightning_omni.tuning.model.forecast import Setting
 from lightning_omni.tuning.model.measurements import Measured
+from lightning_omni.tuning.model.setting import Setting
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.tuning.search.choice import (
     Choice,
@@ -217,7 +217,8 @@ class Search(Evidence):
         overhead: seconds spent deciding and forming groups, from the caller.
 
     Example:
-        >>> from lightning_omni.tuning.model.forecast import Setting, TrainedBatches
+        >>> from lightning_omni.tuning.model.setting import Setting
+        >>> from lightning_omni.tuning.model.measurements import TrainedBatches
         >>> from lightning_omni.tuning.model.measurements import Measured
         >>> from lightning_omni.tuning.search import Observation, SearchSpec, Space
         >>> spec = SearchSpec(Setting(1, 0.9, 0.1), batch=64, horizon=64_000, space=Space((1, 2)))

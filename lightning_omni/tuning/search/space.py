@@ -16,7 +16,7 @@ from lightning_omni.combinations import refuse_pairs
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method, method_named
 from lightning_omni.serialization import Serializable
-from lightning_omni.tuning.model.forecast import Scaling, Setting
+from lightning_omni.tuning.model.setting import Scaling, Setting
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.wire.all_reduce import all_reduce_of
 from lightning_omni.wire.compression import Compression

@@ -11,8 +11,8 @@ import pytest
 from lightning_omni import Compression, OmniStrategy
 from lightning_omni.cli import main
 from lightning_omni.cli.compare import DescribedMachines, MachineComparison, strategy_text
-from lightning_omni.tuning.model.estimate import Estimate
-from lightning_omni.tuning.model.forecast import Scaling, Setting
+from lightning_omni.tuning.model.forecast import Estimate
+from lightning_omni.tuning.model.setting import Scaling, Setting
 from lightning_omni.tuning.search.prior import Prior, PriorTheory
 
 UNEQUAL = ("--speeds", "1,1,1,0.25", "--link", "100mbit", "--model-size", "50MB", "--step", "0.2s")

@@ -17,7 +17,7 @@ from test_server_core import Link, expect_refusal, gradient, push_of, trained_li
 from torch import nn
 
 from lightning_omni.errors import ConfigurationError, ProtocolError
-from lightning_omni.server.epochs.epoch import MOST_OPEN, Evaluation, ValidationBook
+from lightning_omni.server.epochs.validation import MOST_OPEN, Evaluation, ValidationBook
 from lightning_omni.strategy.pytorch_lightning import OmniStrategy
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack

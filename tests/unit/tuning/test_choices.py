@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from lightning_omni.tuning.callback.microbenchmarks import seconds_per_byte
 from lightning_omni.tuning.callback.speed import ForecastCheck, Speed
 from lightning_omni.tuning.callback.tuned_run import TunerState, last_choice
-from lightning_omni.tuning.model.forecast import Scaling, Setting, TrainedBatches
-from lightning_omni.tuning.model.measurements import Measured
+from lightning_omni.tuning.model.measurements import Measured, TrainedBatches
+from lightning_omni.tuning.model.setting import Scaling, Setting
 from lightning_omni.tuning.report.summary import SearchSummary
 from lightning_omni.tuning.search import Dimension, Observation, Search, SearchSpec, Space, TrainedSegment
 from lightning_omni.tuning.search import constants as c

@@ -13,8 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from searches import found, observed, search
 
-from lightning_omni.tuning.model.estimate import Estimate
-from lightning_omni.tuning.model.forecast import Scaling, Setting, TrainedBatches
+from lightning_omni.tuning.model.forecast import Estimate
+from lightning_omni.tuning.model.measurements import TrainedBatches
+from lightning_omni.tuning.model.setting import Scaling, Setting
 from lightning_omni.tuning.report.summary import SearchSummary
 
 Law = Callable[[np.ndarray], np.ndarray]

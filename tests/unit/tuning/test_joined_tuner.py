@@ -14,9 +14,10 @@ from hypothesis import strategies as st
 
 from lightning_omni.errors import UnsupportedError
 from lightning_omni.methods import METHODS, AsyncSGD, Method, method_named
-from lightning_omni.tuning.callback.tuned_fit import check_joined, follow_groups, may_form_groups
+from lightning_omni.tuning.callback.hyperparameters import follow_groups
+from lightning_omni.tuning.callback.tuned_fit import check_joined, may_form_groups
 from lightning_omni.tuning.callback.tuned_run import TunerOptions
-from lightning_omni.tuning.model.forecast import Scaling, Setting
+from lightning_omni.tuning.model.setting import Scaling, Setting
 from lightning_omni.tuning.search import Space
 
 FREE = Space(groups=(1,), momentum=(0.0, 0.999))

@@ -28,10 +28,10 @@ from lightning_omni.simulator import Cluster, Computation, Jitter, Limits, Link,
 from lightning_omni.topology import Topology
 from lightning_omni.trace import Trace
 from lightning_omni.tuning.model.cost_model import ExchangePattern
+from lightning_omni.tuning.model.forecast import TrainingPlan
 from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.profile import Prediction, Profile
 from lightning_omni.tuning.model.queueing import residence, slowest
-from lightning_omni.tuning.model.training_plan import TrainingPlan
 
 pytest.importorskip("scipy")
 Times = Callable[[np.random.Generator, tuple[int, int]], np.ndarray[Any, Any]]

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.tuning.model.forecast import Scaling, Setting
+from lightning_omni.tuning.model.setting import Scaling, Setting
 from lightning_omni.tuning.search import SearchSpec, Space
 from lightning_omni.tuning.search.space import UNBOUNDED
 

@@ -16,7 +16,7 @@ from lightning_omni import OmniTuner
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.tuning import callback, model, search
 from lightning_omni.tuning.model import constants as model_constants
-from lightning_omni.tuning.model.forecast import Setting
+from lightning_omni.tuning.model.setting import Setting
 from lightning_omni.tuning.search import Dimension, constants
 from lightning_omni.tuning.search.space import apply_further
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from lightning_omni.tuning.callback.tuned_run import Command
-from lightning_omni.tuning.model.forecast import Setting
+from lightning_omni.tuning.model.setting import Setting
 
 
 def test_what_rank_0_says_arrives_as_it_was_said() -> None:
