@@ -125,7 +125,7 @@ class Entrant:
 
 @dataclass(frozen=True)
 class Run:
-    """A run; ``lr`` is the best of the rates ``tried``, or the workload's; None if the optimizer has none."""
+    """A run; ``lr`` is the best rate of the search, or the workload's; None if the optimizer has none."""
 
     entrant: Entrant
     trace: Trace
