@@ -7,18 +7,21 @@ from __future__ import annotations
 
 import atexit
 import gc
+import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from datetime import timedelta
 from functools import cache
 from pathlib import Path
+from types import FrameType
 from typing import Any
 from unittest.mock import patch
 
 import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
+from torch.amp.grad_scaler import GradScaler
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, _redistribute
@@ -76,6 +79,14 @@ def check_reduced(module: DistributedDataParallel) -> None:
 def hooks_of(optimizer: Optimizer) -> dict[str, Any]:
     """Return an optimizer's dictionaries of hooks, by attribute name."""
     return {name: value for name, value in vars(optimizer).items() if name.startswith("_optimizer_")}
+
+
+def is_unscaled(optimizer: Optimizer) -> bool:
+    """Return whether a `GradScaler` that is making a step, in a caller's frame, has unscaled this optimizer."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_code is not GradScaler._maybe_opt_step.__code__:
+        frame = frame.f_back
+    return frame is not None and id(optimizer) in frame.f_locals["self"]._per_optimizer_states
 
 
 def ignored_by_ddp(module: Module) -> frozenset[str]:

@@ -16,7 +16,7 @@ from torch.optim import Optimizer
 
 from lightning_omni.checks import check_kind
 from lightning_omni.errors import ConfigurationError, UnsupportedError
-from lightning_omni.runtime._private import hooks_of, untraced
+from lightning_omni.runtime._private import hooks_of, is_unscaled, untraced
 from lightning_omni.runtime.model.sharded import state_like
 from lightning_omni.runtime.state.served_state import is_state_lost
 from lightning_omni.runtime.world import World
@@ -178,6 +178,11 @@ class OmniOptimizer(Optimizer):
             closure: computes loss and gradients, as for any torch optimizer.
             arguments: further arguments of the wrapped optimizer's step, if it steps on the ranks.
         """
+        if is_unscaled(self.optimizer):  # in `GradScaler.step`, which knows optimizers by their identity
+            raise ConfigurationError(
+                f"scaler.unscale_() of the {type(self.optimizer).__name__} and scaler.step() of the OmniOptimizer that"
+                " wraps it, so the gradients are unscaled twice: pass the OmniOptimizer to both"
+            )
         if self.world.executor.exchanges:
             self._check_is_of_training()
         self.world.check_step()

@@ -148,7 +148,7 @@ def tcp_endpoint(host: str, port: int = 0) -> str:
 
 
 def _bases() -> Iterator[Path]:
-    yield Path(tempfile.gettempdir())
+    yield Path(tempfile.gettempdir()).absolute()  # TMPDIR=. is not
     if runtime := os.environ.get("XDG_RUNTIME_DIR"):
         yield Path(runtime)
     yield Path("/tmp")

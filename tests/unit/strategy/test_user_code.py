@@ -1057,6 +1057,23 @@ def test_two_parameters_of_one_name_are_refused_for_one_of_them_would_not_be_tra
 
 
 @pytest.mark.usefixtures("alone")
+def test_gradients_that_a_scaler_would_unscale_twice_are_refused_with_the_remedy() -> None:
+    raw = torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
+    optimizer = OmniOptimizer(raw, World())
+    scaler = torch.amp.GradScaler("cpu")
+
+    def step(unscaled: torch.optim.Optimizer) -> None:
+        scaler.scale(sum(each.sum() for each in raw.param_groups[0]["params"])).backward()
+        scaler.unscale_(unscaled)
+        scaler.step(optimizer)
+        scaler.update()
+
+    step(optimizer)
+    with pytest.raises(ConfigurationError, match=r"unscaled twice: pass the OmniOptimizer to both$"):
+        step(raw)
+
+
+@pytest.mark.usefixtures("alone")
 def test_arguments_of_a_loop_without_lightning_are_refused_by_name() -> None:
     world, optimizer = World(), torch.optim.SGD(nn.Linear(2, 2).parameters(), 0.1)
     wrapped: Any

@@ -184,6 +184,17 @@ def test_a_path_too_long_for_sockets_is_passed_over_and_alone_it_is_an_error(
     assert not list(deep.iterdir())
 
 
+def test_a_temporary_directory_that_is_the_current_one_has_an_address_for_all(
+    base: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(base)
+    monkeypatch.setenv("TMPDIR", ".")
+    directory = PrivateDirectory()
+    check_address(directory.address("control"))
+    assert directory.path.parent == base
+    directory.remove()
+
+
 def test_leaders_talk_beside_the_servers_sockets() -> None:
     directory = PrivateDirectory()
     layout = Layout.of({"w": torch.zeros(1)})
