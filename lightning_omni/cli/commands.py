@@ -126,7 +126,7 @@ def _speeds(text: str) -> tuple[float, ...]:
     try:
         for part in text.split(","):
             count, times, speed = part.rpartition("x")
-            found += [float(speed)] * (int(count) if times else 1)
+            found += [float(speed)] * (min(int(count), 1 << 16) if times else 1)  # `compare` refuses more than that
     except ValueError as error:
         raise ConfigurationError(
             f"--speeds {text}: pass a number for each device, as in 1,1,1,0.25, or 8x1 for eight equal ones"
@@ -321,6 +321,7 @@ def serve(
     from lightning_omni.transport import registry
     from lightning_omni.transport.serving.process import ServerSettings
     from lightning_omni.transport.zeromq import ZeroMQ
+    from lightning_omni.transport.zeromq.addresses import check_address
     from lightning_omni.transport.zeromq.keys import load_or_create
 
     for option, given in (("--host", host), ("--http-host", http_host)):
@@ -369,6 +370,8 @@ def serve(
     ):
         if is_given:
             raise ConfigurationError(f"{option}: it is for {needed}, which is missing; pass both, or leave it out")
+    if coordinator and not transport:
+        check_address(coordinator, f"--coordinator {coordinator}")
     for path in settings.allow_optimizers:
         resolver(settings.allow_optimizers)(path)
     for path in settings.allow_modules:

@@ -28,6 +28,8 @@ __all__ = ["ASSUMED", "ComparedRow", "DescribedMachines", "MachineComparison", "
 
 # --- Machines, and the measurements that a run in one group would make on them ----------------------------------------
 
+MOST_DEVICES = 128
+"""The most devices of a comparison, whose time grows with the square of their number."""
 DESCRIBED_STEPS = 64
 """Steps in the measurements that stand for a description of machines."""
 SERVE_PER_BYTE = 5e-10
@@ -69,8 +71,11 @@ class DescribedMachines:
     def __post_init__(self) -> None:
         for speed in self.speeds:
             check_number("speeds", speed, "relative speeds, above 0", above=0, below=math.inf)
-        if len(self.speeds) < 2:
-            raise ConfigurationError(f"speeds={self.speeds}: pass the speeds of two devices or more")
+        if not 2 <= len(self.speeds) <= MOST_DEVICES or max(self.speeds) > 1e6 * min(self.speeds):
+            raise ConfigurationError(
+                f"speeds={list(self.speeds[:4])}: pass the speeds of 2 to {MOST_DEVICES} devices, of which none is a"
+                " million times as fast as another; `lightning-omni simulate` takes thousands of devices"
+            )
         if len(self.speeds) % self.sites:
             raise ConfigurationError(
                 f"sites={self.sites}: {len(self.speeds)} devices cannot be divided evenly; pass a divisor"

@@ -27,7 +27,7 @@ BARRIER_CYCLES, BARRIER_CHAINS, BARRIER_SAMPLES = 16, 4, 512
 OVERLAP_ROUNDS = 12
 """Rounds of the fixed-point iteration for exchanges that overlap computation."""
 
-# --- Forecast (`forecast`) --------------------------------------------------------------------------------------------
+# --- First losses (`measurements`) ------------------------------------------------------------------------------------
 
 BLOCKS, TAIL = 8, 3
 """Equal segments over which a run averages its first losses, and the number of last ones that give its current loss."""

@@ -156,6 +156,10 @@ def test_a_port_that_there_is_not_is_refused_instead_of_another_being_listened_o
         (["--save-every", "5s"], "--save-every 5s: it is for --state, which is missing; pass both"),
         (["--record", "run.jsonl"], "--record run.jsonl: a record is of one run; pass --once, too"),
         (["--http-host", "0.0.0.0"], "--http-host 0.0.0.0: it is for --http, which is missing; pass both"),
+        (
+            ["--servers", "2", "--number", "1", "--coordinator", "127.0.0.1:1"],
+            '--coordinator 127.0.0.1:1: pass the address of a running server as "tcp://host:port", here "tcp://127',
+        ),
         (["--key-file", "taken/key"], "cannot make the key file taken/key (File exists); name another one"),
     ],
 )
