@@ -295,16 +295,24 @@ def test_one_group_is_timed_again_with_proportional_batches_only_if_nothing_else
     assert times_again == [True, False]
 
 
-def test_the_best_value_of_a_target_that_was_not_reached_is_no_nan() -> None:
+@pytest.mark.parametrize(
+    ("values", "why"),
+    [
+        ([math.nan, 0.5], "the best was 0.5"),
+        ([math.nan, math.nan], "it was NaN in every validation"),
+        ([], "it was never logged in a validation"),
+    ],
+)
+def test_why_a_target_was_not_reached_tells_nan_from_another_value_and_from_none(values: list[float], why: str) -> None:
     said: list[str] = []
 
     def ask(fit: Any, trainer: Any) -> None:
         fit.run.info = said.append
-        fit.run.state.reached = [(1.0, math.nan), (2.0, 0.5)]
+        fit.run.state.reached = [(1.0, value) for value in values]
         fit.reports.ended()
 
     asked(tuner_of(target=0.1), ask)
-    assert "OmniTuner: val_loss has not reached 0.1: the best was 0.5" in said
+    assert f"OmniTuner: val_loss has not reached 0.1: {why}" in said
 
 
 def test_a_run_that_is_resumed_with_one_more_dimension_is_searched_again(tmp_path: Path) -> None:

@@ -350,8 +350,9 @@ class TunerReports:
         if options.target is None or any(map(options.is_reached, values)):
             return
         best = (min(values) if options.is_lower_better else max(values)) if values else None
-        best_value = f"the best was {best:.4g}" if best is not None else "it was never logged in a validation"
-        run.info(f"OmniTuner: {options.monitor} has not reached {options.target:.4g}: {best_value}")
+        why = "it was NaN in every validation" if run.state.reached else "it was never logged in a validation"
+        why = f"the best was {best:.4g}" if best is not None else why
+        run.info(f"OmniTuner: {options.monitor} has not reached {options.target:.4g}: {why}")
 
     def _report(self, report: TuningReport) -> None:
         """Log the numbers, and write files and pictures; an error in them does not end the run."""
