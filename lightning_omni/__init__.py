@@ -13,7 +13,7 @@ from lightning_omni.strategy import follow as _follow
 if TYPE_CHECKING:  # for type checkers, OmniStrategy and the tuners of lightning.pytorch belong to both namespaces
     from lightning_omni import methods
     from lightning_omni.errors import OmniError
-    from lightning_omni.metrics import RunReport, Staleness
+    from lightning_omni.run_report import RunReport, Staleness
     from lightning_omni.runtime import FSDP, Elastic, OmniOptimizer, Server, World, WorldOptions
     from lightning_omni.strategy.lightning import OmniStrategy
     from lightning_omni.topology import Topology
@@ -49,9 +49,9 @@ _HOME = {
     "OmniOptimizer": "runtime",
     "OmniStrategy": "strategy.both_namespaces",
     "OmniTuner": "tuning.callback.both_namespaces",
-    "RunReport": "metrics",
+    "RunReport": "run_report",
     "Server": "runtime",
-    "Staleness": "metrics",
+    "Staleness": "run_report",
     "Topology": "topology",
     "World": "runtime",
     "WorldOptions": "runtime",

@@ -73,8 +73,8 @@ class DescribedMachines:
             check_number("speeds", speed, "relative speeds, above 0", above=0, below=math.inf)
         if not 2 <= len(self.speeds) <= MOST_DEVICES or max(self.speeds) > 1e6 * min(self.speeds):
             raise ConfigurationError(
-                f"speeds={list(self.speeds[:4])}: pass the speeds of 2 to {MOST_DEVICES} devices, of which none is a"
-                " million times as fast as another; `lightning-omni simulate` takes thousands of devices"
+                f"speeds={list(self.speeds[:4])}: pass the speeds of 2 to {MOST_DEVICES} devices, whose ratios are"
+                " below a million; `lightning-omni simulate` takes thousands of devices"
             )
         if len(self.speeds) % self.sites:
             raise ConfigurationError(

@@ -11,9 +11,9 @@ from collections.abc import Collection
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods.async_diloco import AsyncDiLoCo
 from lightning_omni.methods.async_sgd import AsyncSGD
+from lightning_omni.methods.barrier import Barrier
 from lightning_omni.methods.contract import (
     Answer,
-    Barrier,
     Exchange,
     Fetch,
     Gradient,

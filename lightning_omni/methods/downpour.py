@@ -6,18 +6,8 @@ from typing import Literal
 
 from lightning_omni.checks import check_choice, check_whole
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods.contract import (
-    Barrier,
-    Exchange,
-    Fetch,
-    GroupSide,
-    Method,
-    NextGradient,
-    Push,
-    Reply,
-    Step,
-    Total,
-)
+from lightning_omni.methods.barrier import Barrier
+from lightning_omni.methods.contract import Exchange, Fetch, GroupSide, Method, NextGradient, Push, Reply, Step, Total
 from lightning_omni.methods.model.replica import Replica
 
 

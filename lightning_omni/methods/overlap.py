@@ -9,8 +9,8 @@ import msgspec
 
 from lightning_omni.checks import check_number, check_whole
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.methods.barrier import Barrier
 from lightning_omni.methods.contract import (
-    Barrier,
     Exchange,
     Fetch,
     Gradient,

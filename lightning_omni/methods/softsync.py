@@ -7,7 +7,8 @@ from typing import Any, Literal
 
 from lightning_omni.checks import check_choice, check_whole, counted
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.methods.contract import Barrier, Method, Push, Reply, ServerSide, Total
+from lightning_omni.methods.barrier import Barrier
+from lightning_omni.methods.contract import Method, Push, Reply, ServerSide, Total
 from lightning_omni.methods.model.replica import Hyperparameters
 
 # --- hardsync ---------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ from typing_extensions import override
 
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.methods import Method
-from lightning_omni.metrics import RunReport
+from lightning_omni.run_report import RunReport
 from lightning_omni.runtime import Elastic, Server, World, WorldOptions
 from lightning_omni.runtime.loop_checks import forget
 from lightning_omni.runtime.model.meshes import FSDP

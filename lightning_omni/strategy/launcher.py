@@ -23,7 +23,7 @@ from typing_extensions import override
 
 from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.metrics import RunReport
+from lightning_omni.run_report import RunReport
 from lightning_omni.runtime.model.meshes import evenly, sizes_in
 from lightning_omni.strategy.lightning_internals.callbacks import callbacks_of
 from lightning_omni.strategy.lightning_internals.loops import is_fitting

@@ -11,7 +11,7 @@ import msgspec
 import torch
 
 from lightning_omni.errors import UnsupportedError
-from lightning_omni.metrics import Staleness
+from lightning_omni.run_report import Staleness
 from lightning_omni.runtime.balance import Balance
 from lightning_omni.strategy.failures import Failures
 from lightning_omni.strategy.grouping import Grouping

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError, OmniError
 from lightning_omni.methods import Method, text_of, with_period
-from lightning_omni.metrics import RunReport, Staleness
+from lightning_omni.run_report import RunReport, Staleness
 from lightning_omni.runtime import World
 from lightning_omni.runtime.timing import Clock, HostClock
 from lightning_omni.wire.messages import AskStatus, Status

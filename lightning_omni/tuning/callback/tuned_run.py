@@ -11,9 +11,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, cast
 
+from lightning_omni.json_dataclasses import Serializable
 from lightning_omni.palette import can_draw
 from lightning_omni.runtime.world import World
-from lightning_omni.serialization import Serializable
 from lightning_omni.strategy.hooks import OmniStrategyHooks
 from lightning_omni.strategy.lightning_internals.callbacks import loader_of
 from lightning_omni.topology import Topology

@@ -17,8 +17,8 @@ from torch.utils._pytree import tree_map
 
 from lightning_omni.checks import check_kind
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.json_dataclasses import Serializable
 from lightning_omni.methods.model.server_optimizer import held_by
-from lightning_omni.serialization import Serializable
 
 _FORMATS = {4: torch.channels_last, 5: torch.channels_last_3d}
 

@@ -18,7 +18,7 @@ from torch.optim import Optimizer
 
 from lightning_omni.checks import check_choice, check_number
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.serialization import Serializable
+from lightning_omni.json_dataclasses import Serializable
 from lightning_omni.tuning.device.setting import DeviceSetting, can_keep_memory
 from lightning_omni.tuning.device.trial import (
     BLOCK_SECONDS,

@@ -11,7 +11,7 @@ import numpy as np
 
 from lightning_omni.checks import check_number
 from lightning_omni.errors import ConfigurationError
-from lightning_omni.serialization import Serializable
+from lightning_omni.json_dataclasses import Serializable
 from lightning_omni.tuning.model import constants as c
 
 Array = np.ndarray[Any, Any]

@@ -13,8 +13,8 @@ from typing import Any
 import numpy as np
 
 from lightning_omni.checks import counted
+from lightning_omni.json_dataclasses import Serializable
 from lightning_omni.methods import method_named
-from lightning_omni.serialization import Serializable
 
 Array = np.ndarray[Any, Any]
 

@@ -10,7 +10,7 @@ from datetime import datetime, timezone
 from functools import cached_property
 
 from lightning_omni.checks import counted
-from lightning_omni.serialization import Serializable
+from lightning_omni.json_dataclasses import Serializable
 from lightning_omni.tuning.model.forecast import Estimate
 from lightning_omni.tuning.model.profile import BOTTLENECKS, Prediction
 from lightning_omni.tuning.model.setting import Setting

@@ -18,8 +18,8 @@ from typing import Any
 from jinja2 import Environment, PackageLoader, StrictUndefined
 
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.json_dataclasses import Serializable
 from lightning_omni.palette import can_draw, png_of
-from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.report.summary import (
     ReportOrigin,
     Round,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from html import escape
 from typing import Any, TypeVar
 
-from lightning_omni.serialization import Serializable
+from lightning_omni.json_dataclasses import Serializable
 from lightning_omni.tuning.model.profile import BOTTLENECKS
 from lightning_omni.tuning.model.setting import Setting
 from lightning_omni.tuning.search import constants as c

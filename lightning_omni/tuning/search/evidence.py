@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from lightning_omni.json_dataclasses import Serializable
 from lightning_omni.methods import method_named, with_period
-from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model.constants import BLOCKS, TAIL
 from lightning_omni.tuning.model.cost_model import ExchangePattern
 from lightning_omni.tuning.model.forecast import Estimate

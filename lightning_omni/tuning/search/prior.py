@@ -20,8 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from lightning_omni.json_dataclasses import Serializable
 from lightning_omni.methods import DiLoCo, LocalSGD, method_named
-from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model.setting import Scaling, Setting
 from lightning_omni.tuning.search import constants as c
 

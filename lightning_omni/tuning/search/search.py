@@ -9,7 +9,7 @@ from typing import Any
 
 import numpy as np
 
-from lightning_omni.serialization import Serializable
+from lightning_omni.json_dataclasses import Serializable
 from lightning_omni.tuning.model.measurements import Measured
 from lightning_omni.tuning.model.setting import Setting
 from lightning_omni.tuning.search import constants as c

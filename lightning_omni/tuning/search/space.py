@@ -14,8 +14,8 @@ from typing import Any, ClassVar
 from lightning_omni.checks import plain
 from lightning_omni.combinations import refuse_pairs
 from lightning_omni.errors import ConfigurationError
+from lightning_omni.json_dataclasses import Serializable
 from lightning_omni.methods import Method, method_named
-from lightning_omni.serialization import Serializable
 from lightning_omni.tuning.model.setting import Scaling, Setting
 from lightning_omni.tuning.search import constants as c
 from lightning_omni.wire.all_reduce import all_reduce_of

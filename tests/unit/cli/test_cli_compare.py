@@ -203,7 +203,10 @@ def test_a_description_is_as_fast_as_it_says() -> None:
         ({"--model-size": "0MB"}, "--model-size 0MB: pass bytes, as in 50MB"),
         ({"--speeds": "1"}, "--speeds=[1.0]: pass the speeds of 2 to 128 devices"),
         ({"--speeds": "10000000000x1"}, "--speeds=[1.0, 1.0, 1.0, 1.0]: pass the speeds of 2 to 128 devices"),
-        ({"--speeds": "1e-300,1"}, "--speeds=[1e-300, 1.0]: pass the speeds of 2 to 128 devices, of which none is a"),
+        (
+            {"--speeds": "1e-300,1"},
+            "--speeds=[1e-300, 1.0]: pass the speeds of 2 to 128 devices, whose ratios are below",
+        ),
         ({"--link": "quick"}, "--link quick: pass bytes per second"),
         ({"--model-size": "50Mbit"}, "--model-size 50Mbit: pass bytes, as in 50MB"),
         ({"--step": "0s"}, "--step 0s: pass a time above 0"),

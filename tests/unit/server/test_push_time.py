@@ -10,7 +10,7 @@ import pytest
 from test_server_core import Link, gradient, push_of, trained_link
 from test_wire import Serving, ranks
 
-from lightning_omni.metrics import Staleness
+from lightning_omni.run_report import Staleness
 from lightning_omni.strategy.loops.live_metrics import StepTimes, live_metrics
 from lightning_omni.wire import messages as m
 

@@ -28,7 +28,7 @@ from lightning_omni.errors import ConfigurationError, OmniError, RankLost, Unsup
 from lightning_omni.methods import LocalSGD
 from lightning_omni.methods.model.replica import Replica, load_optimizer_state
 from lightning_omni.methods.model.server_optimizer import Master, check_servable, describe, hyperparameters_of, rebuild
-from lightning_omni.metrics import Staleness
+from lightning_omni.run_report import Staleness
 from lightning_omni.runtime import OmniOptimizer, World, WorldOptions, names_of
 from lightning_omni.runtime.balance import Balance
 from lightning_omni.runtime.executor import Exchanging, Executor, evaluating
