@@ -51,8 +51,8 @@ class DescribedMachines:
         backward: as `BACKWARD`.
 
     Raises:
-        ConfigurationError: a speed is not above 0 and finite, or the ranks are fewer than two or no multiple of
-            ``sites``.
+        ConfigurationError: a speed is not above 0 and finite, or a million times another; or the ranks are fewer than
+            two, more than `MOST_DEVICES`, or no multiple of ``sites``.
     """
 
     speeds: tuple[float, ...]
@@ -73,8 +73,9 @@ class DescribedMachines:
             check_number("speeds", speed, "relative speeds, above 0", above=0, below=math.inf)
         if not 2 <= len(self.speeds) <= MOST_DEVICES or max(self.speeds) > 1e6 * min(self.speeds):
             raise ConfigurationError(
-                f"speeds={list(self.speeds[:4])}: pass the speeds of 2 to {MOST_DEVICES} devices, whose ratios are"
-                " below a million; `lightning-omni simulate` takes thousands of devices"
+                f"speeds= has {counted(len(self.speeds), 'device')} of speeds {min(self.speeds)} to {max(self.speeds)}:"
+                f" pass those of 2 to {MOST_DEVICES}, with ratios below a million;"
+                " `lightning-omni simulate` takes thousands of devices"
             )
         if len(self.speeds) % self.sites:
             raise ConfigurationError(

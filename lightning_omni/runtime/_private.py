@@ -21,7 +21,6 @@ from unittest.mock import patch
 import torch
 import torch.distributed as dist
 from torch._compile import _disable_dynamo
-from torch.amp.grad_scaler import GradScaler
 from torch.distributed import device_mesh, distributed_c10d
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor, _redistribute
@@ -81,12 +80,19 @@ def hooks_of(optimizer: Optimizer) -> dict[str, Any]:
     return {name: value for name, value in vars(optimizer).items() if name.startswith("_optimizer_")}
 
 
+def caller_in(module: str) -> FrameType | None:
+    """Return the innermost frame of this thread that runs code of a module; None if there is none."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None and frame.f_globals.get("__name__") != module:
+        frame = frame.f_back
+    return frame
+
+
 def is_unscaled(optimizer: Optimizer) -> bool:
     """Return whether a `GradScaler` that is making a step, in a caller's frame, has unscaled this optimizer."""
-    frame: FrameType | None = sys._getframe()
-    while frame is not None and frame.f_code is not GradScaler._maybe_opt_step.__code__:
-        frame = frame.f_back
-    return frame is not None and id(optimizer) in frame.f_locals["self"]._per_optimizer_states
+    frame = caller_in("torch.amp.grad_scaler")
+    scaler = None if frame is None else frame.f_locals.get("self")
+    return id(optimizer) in getattr(scaler, "_per_optimizer_states", {})
 
 
 def ignored_by_ddp(module: Module) -> frozenset[str]:

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import logging
-import sys
 from collections import OrderedDict
 from collections.abc import Callable, Collection, Mapping
-from types import FrameType
 from typing import Any
 
 import torch
@@ -16,7 +14,7 @@ from torch.optim import Optimizer
 
 from lightning_omni.checks import check_kind
 from lightning_omni.errors import ConfigurationError, UnsupportedError
-from lightning_omni.runtime._private import hooks_of, is_unscaled, untraced
+from lightning_omni.runtime._private import caller_in, hooks_of, is_unscaled, untraced
 from lightning_omni.runtime.model.sharded import state_like
 from lightning_omni.runtime.state.served_state import is_state_lost
 from lightning_omni.runtime.world import World
@@ -201,10 +199,7 @@ class OmniOptimizer(Optimizer):
             # torch's rate is a number or on the CPU. To read one of a device would be to wait for it in each step.
             if (isinstance(rate, Tensor) and not rate.is_cpu) or rate:
                 return
-        frame: FrameType | None = sys._getframe()
-        while frame is not None and frame.f_globals.get("__name__") != _STATE_DICTS:
-            frame = frame.f_back
-        if frame is not None:
+        if caller_in(_STATE_DICTS) is not None:
             raise UnsupportedError(
                 f"the functions of {_STATE_DICTS} (get_state_dict, say) step an optimizer that has no state, which"
                 " would be a step of this rank's group: save optimizer.state_dict() on rank 0, and call"

@@ -19,8 +19,7 @@ from lightning_omni.runtime.group_exchange import EncodedAnswer, GroupBroadcast,
 from lightning_omni.runtime.model.replica import PREFIX, Part
 from lightning_omni.runtime.parallel_state import ParallelState
 from lightning_omni.runtime.timing import Clock, clock_of
-from lightning_omni.transport.connections import Answer
-from lightning_omni.transport.requests import Requests, check_alike
+from lightning_omni.transport.connections import Answer, Requests, check_alike
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, pack, unpack
 from lightning_omni.wire.formats.base import RAW, check_size

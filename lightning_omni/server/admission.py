@@ -12,7 +12,8 @@ from collections.abc import Callable
 from lightning_omni.errors import Refused
 from lightning_omni.server.membership.roster import JOINS, MOST_RANKS
 from lightning_omni.server.replication import stand_in
-from lightning_omni.server.service import Out, Payload, RunContext, Sender
+from lightning_omni.server.run_context import RunContext
+from lightning_omni.server.service import Out, Payload, Sender
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.handshake import OPENS_NOTHING, Challenges, fingerprint_problem, server_mac
 

@@ -13,17 +13,8 @@ import msgspec
 from torch import Tensor
 
 from lightning_omni.errors import CollectiveMismatch, MalformedMessage, ProtocolError, Refused
-from lightning_omni.server.service import (
-    Out,
-    Payload,
-    Peer,
-    RunContext,
-    Sender,
-    Service,
-    as_tensor,
-    bytes_of,
-    nbytes_of,
-)
+from lightning_omni.server.run_context import RunContext
+from lightning_omni.server.service import Out, Payload, Peer, Sender, Service, as_tensor, bytes_of, nbytes_of
 from lightning_omni.server.training import Training
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.messages.collectives import UPLOADED_ELSEWHERE

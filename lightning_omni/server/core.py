@@ -34,7 +34,8 @@ from lightning_omni.server.merged_head import MergedHeadService
 from lightning_omni.server.parameters.store import ParameterStore
 from lightning_omni.server.replication import Coordinator, Follower, Replication
 from lightning_omni.server.router import COORDINATOR_TABLE, TABLE, Router, Row
-from lightning_omni.server.service import Out, Payload, Peer, RunContext, Service
+from lightning_omni.server.run_context import RunContext
+from lightning_omni.server.service import Out, Payload, Peer, Service
 from lightning_omni.server.snapshots import Snapshots
 from lightning_omni.server.status import Observers, StatusService
 from lightning_omni.server.training import Training

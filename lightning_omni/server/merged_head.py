@@ -7,7 +7,8 @@ from collections.abc import Callable
 from lightning_omni.errors import OmniError, ProtocolError
 from lightning_omni.server.parameters.store import HeadRequest, ServedHead
 from lightning_omni.server.replication import refusal_of
-from lightning_omni.server.service import Out, Payload, RunContext, Sender, Service, as_tensor
+from lightning_omni.server.run_context import RunContext
+from lightning_omni.server.service import Out, Payload, Sender, Service, as_tensor
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack, unpack
 

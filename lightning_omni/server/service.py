@@ -5,8 +5,7 @@ A service answers the messages that the table in `router` assigns to it, and is 
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import msgspec
 import torch
@@ -16,15 +15,6 @@ from lightning_omni.methods import Method
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import check_specs
-
-if TYPE_CHECKING:
-    from lightning_omni.server.epochs.epoch import Epochs
-    from lightning_omni.server.event_log import EventRecorder
-    from lightning_omni.server.membership.roster import Roster
-    from lightning_omni.server.membership.timeouts import TimeLimits
-    from lightning_omni.server.parameters.store import ParameterStore
-    from lightning_omni.server.replication import Replication
-    from lightning_omni.wire.journal import Journal
 
 Peer = bytes
 """The identity of a connection."""
@@ -57,22 +47,6 @@ class Sender(NamedTuple):
     group: int = -1
     finite: bool | None = None
     elsewhere: tuple[tuple[bool, ...], ...] = ()
-
-
-class RunContext(NamedTuple):
-    """The shared state of one run.
-
-    ``now`` returns the time of the current message or tick; on servers other than 0, of the last command.
-    """
-
-    roster: Roster
-    store: ParameterStore
-    epochs: Epochs
-    events: EventRecorder
-    journal: Journal
-    replication: Replication
-    limits: TimeLimits
-    now: Callable[[], float]
 
 
 class Service:

@@ -14,7 +14,8 @@ from lightning_omni.methods.model.server_optimizer import Resolve
 from lightning_omni.server.epochs.validation import MOST_OPEN
 from lightning_omni.server.parameters.served_parameters import ROOM, ServedParameters
 from lightning_omni.server.parameters.store import ServedHead
-from lightning_omni.server.service import Out, Payload, RunContext, Sender, Service, as_tensor
+from lightning_omni.server.run_context import RunContext
+from lightning_omni.server.service import Out, Payload, Sender, Service, as_tensor
 from lightning_omni.server.training import Training
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m

@@ -11,7 +11,8 @@ from typing import NamedTuple
 from lightning_omni.checks import counted
 from lightning_omni.errors import MalformedMessage, Refused
 from lightning_omni.methods import Method
-from lightning_omni.server.service import Out, Payload, Peer, RunContext, Sender, Service
+from lightning_omni.server.run_context import RunContext
+from lightning_omni.server.service import Out, Payload, Peer, Sender, Service
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.handshake import Challenges, server_mac

@@ -14,17 +14,8 @@ from lightning_omni.methods import Method, Reply
 from lightning_omni.server.event_log import Kind
 from lightning_omni.server.parameters.push_checks import Deliveries, Delivery, is_finite
 from lightning_omni.server.parameters.served_parameters import ServedParameters
-from lightning_omni.server.service import (
-    Out,
-    Payload,
-    Peer,
-    RunContext,
-    Sender,
-    Service,
-    as_tensor,
-    bytes_of,
-    nbytes_of,
-)
+from lightning_omni.server.run_context import RunContext
+from lightning_omni.server.service import Out, Payload, Peer, Sender, Service, as_tensor, bytes_of, nbytes_of
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import Packed, check_specs, unpack

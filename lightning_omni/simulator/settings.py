@@ -44,8 +44,8 @@ class Computation:
         rebalance: ``"auto"`` divides a group's batch over its members in proportion to their expected speeds, slowdowns
             included; ``"off"`` gives all equal parts.
         batched: whether gradients of several groups are computed at a time, where possible, with ``torch.func.vmap``,
-            which changes rounding and random numbers; ``"auto"`` where that is faster, in models without buffers
-            whose first loss draws no random numbers.
+            which changes rounding and random numbers; ``"auto"`` where that is faster, in models without buffers and
+            dropout modules, unless the loss draws random numbers.
         members_apart: whether each member's gradient is computed separately, and averaged as in DDP; for bit-equality
             with real groups of several ranks.
 

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.func import functional_call, grad_and_value, vmap
 from torch.nn import Parameter
+from torch.nn.modules.dropout import _DropoutNd
 from torch.optim import Optimizer
 from torch.utils._pytree import tree_map
 from torch.utils.data import TensorDataset, default_collate
@@ -232,11 +233,12 @@ class Workbench:
         if job.result is None:
             together = self._neighbours(job) if self._is_probed and self._width >= self._fewest else [job]
             if len(together) < self._fewest or not self._compute_together(together):
-                before = torch.get_rng_state()
+                watches = self._is_automatic and self._width > 0
+                before = torch.get_rng_state() if watches else None
                 job.result = self.compute(job.weights, [self.samples.batch(part) for part in job.parts])
                 # For a parameter that takes no part, vmap returns zeros, but torch None, which its optimizers skip.
                 # Random numbers, of dropout for example, are drawn in another order for several gradients at a time.
-                is_random = self._is_automatic and not torch.equal(before, torch.get_rng_state())
+                is_random = before is not None and not torch.equal(before, torch.get_rng_state())
                 self._is_probed = True
                 if is_random or any(tensor is None for tensor in job.result.gradient):
                     self._width = 0
@@ -321,10 +323,10 @@ class _Objective(nn.Module):
 
 
 def _suits(model: nn.Module, group_batch: int) -> bool:
-    """Return whether batching is faster, and the model has no buffers."""
+    """Return whether batching is faster, and the model has no buffers or dropout modules."""
     if group_batch > _FEW_SAMPLES and any(parameter.dim() > 2 for parameter in model.parameters()):
         return False  # convolutions with separate weights for each group of samples are slow
-    return not any(True for _ in model.buffers())
+    return not any(True for _ in model.buffers()) and not any(isinstance(m, _DropoutNd) for m in model.modules())
 
 
 def _added(total: list[Tensor | None], gradient: Sequence[Tensor | None], members: int) -> list[Tensor | None]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import atexit
 import builtins
+import contextlib
 import logging
 import os
 import signal
@@ -263,7 +264,8 @@ class Launching:
     def prepare_server(self) -> None:
         parts = self._parts
         if parts.world_options.server.address is None and parts.current_world is None and parts.server_process is None:
-            parts.server_process = ServerProcess()
+            with contextlib.suppress(OSError):  # `RunServer` tries again, and all ranks get the error
+                parts.server_process = ServerProcess()
 
     def on_death(self, local_rank: int, code: int) -> bool:
         """Report, in the launcher's thread, that a child has failed; return whether the run continues."""

@@ -7,7 +7,8 @@ import msgspec
 from lightning_omni.errors import MalformedMessage
 from lightning_omni.methods import Method
 from lightning_omni.server.epochs.validation import Evaluation
-from lightning_omni.server.service import Out, Payload, RunContext, Sender, Service, as_tensor, bytes_of
+from lightning_omni.server.run_context import RunContext
+from lightning_omni.server.service import Out, Payload, Sender, Service, as_tensor, bytes_of
 from lightning_omni.server.training import Training
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m

@@ -18,7 +18,8 @@ from lightning_omni.server.collectives import CollectiveService
 from lightning_omni.server.membership.roster import TRAINED_TO_ITS_END, Member
 from lightning_omni.server.membership.timeouts import silent_ranks, stalled_groups
 from lightning_omni.server.replication import refusal_of
-from lightning_omni.server.service import Out, Payload, Peer, RunContext, Sender, Service, as_tensor
+from lightning_omni.server.run_context import RunContext
+from lightning_omni.server.service import Out, Payload, Peer, Sender, Service, as_tensor
 from lightning_omni.server.status import StatusService
 from lightning_omni.topology import Topology
 from lightning_omni.wire import messages as m

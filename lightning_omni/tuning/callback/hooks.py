@@ -72,8 +72,8 @@ class OmniTunerHooks(_CallbackBase):
 
     Attributes:
         choice: on rank 0, the latest `lightning_omni.tuning.search.Choice`.
-        searches: the run's searches, including those from before it was resumed, unless with other ranks or new
-            dimensions; only rank 0's list is complete.
+        searches: the run's searches, including those from before it was resumed, unless with other ranks, new
+            dimensions or ``budget=0``; only rank 0's list is complete.
         problem: why nothing was tuned; otherwise empty.
         folder: on rank 0 after training, the first logger's folder on this machine, for a report; otherwise None.
 

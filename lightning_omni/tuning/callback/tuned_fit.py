@@ -385,6 +385,8 @@ class JoinedFit(Fit):
     def _tunable_hyperparameters(self) -> Hyperparameters:
         run, method = self.run, self.run.world.method
         if not run.options.budget:
+            if run.state.own is not None:  # of a run that was tuned before it was resumed
+                Hyperparameters.of(run.trainer).set_momentum(run.state.own.momentum)
             raise ConfigurationError("budget=0")
         if method.updates_per_batch(2) == 1:
             raise ConfigurationError(f"with {method} they do not depend on the number of groups")

@@ -204,7 +204,7 @@ class TunedRun:
         self.choice = last_choice(self.searches, self.state) if self.is_rank_zero else None
 
     def forget(self) -> None:
-        """Drop all findings, which do not hold for other ranks."""
+        """Drop all findings: they do not hold here, or are not to be used."""
         self.state = replace(
             self.state,
             setting=None,

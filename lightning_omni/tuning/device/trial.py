@@ -105,10 +105,9 @@ class Trial:
                 for parameter in filter(Tensor.is_floating_point, self.model.parameters()):
                     parameter.mul_(1 + self._nudge * torch.randn_like(parameter))
         if isinstance(given := self.setup.optimizer, Optimizer):
-            copies: dict[Tensor, Tensor] = dict(zip(held_by(given), held_by(self.optimizer), strict=True))
-            states = {copies.get(key, key): copy.deepcopy(state) for key, state in given.state.items()}
-            self.optimizer.state.clear()
-            self.optimizer.state.update(states)
+            copies = {id(lent): own for lent, own in zip(held_by(given), held_by(self.optimizer), strict=True)}
+            self.optimizer.state.clear()  # before the copy, so that both do not need memory together
+            self.optimizer.state.update(copy.deepcopy(dict(given.state), copies))
         elif self._begins_empty:
             self.optimizer.state.clear()
 

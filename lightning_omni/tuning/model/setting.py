@@ -1,4 +1,4 @@
-"""Settings, and the rule for their learning rates and momentum.
+"""Settings, and the scaling of their learning rates.
 
 Rule 1: Settings are compared by samples, not updates: groups of different size make updates of different size.
 Rule 2: Proportional batches have the sample efficiency of equal ones, because the gradient is the same.

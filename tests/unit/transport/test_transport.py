@@ -30,9 +30,8 @@ from lightning_omni.runtime.options import WorldOptions
 from lightning_omni.server.core import ServerCore
 from lightning_omni.topology import GroupId
 from lightning_omni.transport import registry
-from lightning_omni.transport.connections import Address, Control, Data
+from lightning_omni.transport.connections import Address, Control, Data, Requests
 from lightning_omni.transport.registry import Transport
-from lightning_omni.transport.requests import Requests
 from lightning_omni.transport.zeromq import ZeroMQ
 from lightning_omni.wire import messages as m
 from lightning_omni.wire.codec import pack, unpack
