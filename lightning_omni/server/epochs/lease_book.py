@@ -111,8 +111,9 @@ class LeaseBook(msgspec.Struct):
     def draw(self, group: int, number: int) -> list[Batch]:
         """Return a group's batches from a number on: drawn before, or a few new ones; none if none is free for it.
 
-        A group without a batch in this validation interval that finds none left gets the epoch's first one again, to
-        reach the interval's end with the others.
+        If what is left is too little for whole batches, groups without a batch in this validation interval get parts of
+        it, as ranks do from DistributedSampler. One that finds none left gets the epoch's first batch again, to reach
+        the interval's end with the others.
         """
         drawn = self._known(group)
         if not 0 <= number <= len(drawn):
@@ -127,12 +128,17 @@ class LeaseBook(msgspec.Struct):
         """Add the group's batch of that number, and a few more, as far as free for it, unless it has drawn it."""
         drawn = self._drawn[group]
         if number == len(drawn):
-            size = self._sizes[group] // self.plan.ranks_per_batch * self.plan.batch_size
+            members = self._sizes[group] // self.plan.ranks_per_batch
+            size = members * self.plan.batch_size
             left = sum(stop - start for start, stop in self._free)
+            if not self.has_begun(group):
+                waiting = sum(ranks for each, ranks in self._sizes.items() if not self.has_begun(each))
+                share = left * self._sizes[group] // waiting
+                size = min(size, share) if share >= 2 * members else size
             ahead = left // (8 * max(1, len(self._sizes)) * size)
             for _ in range(max(1, min(MOST_AHEAD, ahead))):
                 if self.has_free(group):
-                    drawn.append(self._take(size))
+                    drawn.append(self._take(members, size))
             if not self.has_begun(group) and self.plan.budget:
                 drawn.append(Batch(0, min(size, self.plan.budget), self.interval))
                 self._repeats.add((group, number))
@@ -219,22 +225,22 @@ class LeaseBook(msgspec.Struct):
             raise ProtocolError(f"group {group} does not take part in epoch {self.plan.epoch}")
         return self._drawn[group]
 
-    def _take(self, size: int) -> Batch:
+    def _take(self, members: int, size: int) -> Batch:
         start, stop = self._free.pop(0)
-        size -= self._missing(stop - start - size, size)
+        size -= self._missing(stop - start - size, size - 2 * members)
         if stop - start > size:
             self._free.insert(0, (start + size, stop))
             stop = start + size
         return Batch(start, stop, self._interval_of(start))
 
-    def _missing(self, rest: int, size: int) -> int:
-        """Return how many samples to take off a batch of ``size``, so that the rest is enough for a group."""
+    def _missing(self, rest: int, spare: int) -> int:
+        """Return how many of a batch's ``spare`` samples to take off, so that the rest is enough for a group."""
         # BatchNorm cannot train with a single sample. The batches of one group stay those of DistributedSampler.
         if rest <= 0 or len(self._sizes) == 1:
             return 0
         least = 2 * max(self._sizes.values()) // self.plan.ranks_per_batch
         missing = max(0, least - rest)
-        return missing if size - missing >= 2 * size // self.plan.batch_size else 0
+        return missing if missing <= spare else 0
 
     def _interval_of(self, start: int) -> int:
         # Positions returned by a dead group are trained late: they never reopen a validated interval.

@@ -130,6 +130,15 @@ def test_a_group_that_comes_too_late_repeats_the_first_batch() -> None:
     assert book.is_finished, "a repeated batch does not come back"
 
 
+@pytest.mark.parametrize("sizes", [[1, 1], [1] * 8, [2, 1], [1, 2]])
+def test_samples_that_are_too_few_for_whole_batches_are_divided_among_the_groups(sizes: list[int]) -> None:
+    total = 4 * sum(sizes)
+    book = LeaseBook.open(EpochPlan(epoch=0, total=total, batch_size=64, budget=total), dict(enumerate(sizes)))
+    drawn = [batch for group in range(len(sizes)) for batch in book.draw(group, 0)]
+    assert [batch.stop - batch.start for batch in drawn] == [4 * size for size in sizes], "as DistributedSampler does"
+    assert covered(drawn) == dict.fromkeys(range(total), 1)
+
+
 def test_a_group_that_has_had_a_batch_leaves_one_to_each_that_has_had_none() -> None:
     book = LeaseBook.open(EpochPlan(epoch=0, total=8, batch_size=2, budget=8, validate_every=4), {0: 1, 1: 1})
     for number in range(3):
@@ -318,7 +327,7 @@ def test_no_group_is_left_fewer_than_two_samples_for_each_member(
     book = LeaseBook.open(EpochPlan(epoch=0, total=total, batch_size=8, budget=total), dict(enumerate(sizes)))
     drawn = [0] * len(sizes)
     while not book.is_drained:
-        group = data.draw(st.sampled_from(range(len(sizes))), label="group")
+        group = data.draw(st.sampled_from([each for each in book.groups if book.has_free(each)]), label="group")
         new = book.draw(group, drawn[group])
         drawn[group] += len(new)
         assert all(batch.stop - batch.start >= 2 * sizes[group] for batch in new)
