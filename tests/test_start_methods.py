@@ -92,6 +92,14 @@ def test_copies_of_a_process_that_has_used_cuda_are_refused_with_the_remedy(
         strategy.launcher.launch(print, trainer=trainer)
 
 
+def test_the_script_gets_whole_weights_of_a_model_that_its_forked_ranks_divide() -> None:
+    options = {"strategy": {"groups": 1, "model_parallel": "fsdp", "start_method": "fork"}, "validates": False}
+    with Running("started.py", {"fits": [options]}, spares=0) as running:
+        finished: Run = running.wait(180)
+    assert finished.code == 0, finished.output[-6000:]
+    assert set(finished.results[0][0]["weights"]) == {"Tensor"}
+
+
 @pytest.mark.parametrize("start_method", ["fork"])
 def test_the_death_of_a_rank_that_was_forked_ends_the_script_with_an_error(start_method: str) -> None:
     options = {"strategy": {"groups": 2, "start_method": start_method}, "dies": True, "max_epochs": 1000}

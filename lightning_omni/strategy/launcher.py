@@ -20,12 +20,14 @@ from typing import TYPE_CHECKING, Any
 from weakref import ref
 
 import torch
+from torch.nn import Module
 from typing_extensions import override
 
 from lightning_omni.checks import counted
 from lightning_omni.errors import ConfigurationError
 from lightning_omni.run_report import RunReport
 from lightning_omni.runtime.model.meshes import evenly, sizes_in
+from lightning_omni.runtime.model.sharded import whole
 from lightning_omni.strategy.lightning_internals.callbacks import callbacks_of
 from lightning_omni.strategy.lightning_internals.loops import is_fitting
 from lightning_omni.strategy.lightning_internals.strategies import set_start_method, start_method
@@ -156,6 +158,18 @@ class OmniProcessesHooks(_ProcessesBase):
         if trainer is not None and trainer.strategy.root_device.type == "cuda":
             _refuse_initialized_cuda(start_method(trainer.strategy))
         return super().launch(function, *args, trainer=trainer, **kwargs)
+
+    @override
+    def _collect_rank_zero_results(self, trainer: Trainer, results: Any) -> Any:
+        def gather(module: Module, state: dict[str, Any], prefix: str, metadata: dict[str, Any]) -> None:
+            state.update(whole(state, keeps=self._strategy.local_rank == 0))
+
+        # Lightning writes the module's state for the script's process, which cannot load this rank's shards.
+        gathering = trainer.lightning_module.register_state_dict_post_hook(gather)  # type: ignore[no-untyped-call]
+        try:
+            return super()._collect_rank_zero_results(trainer, results)
+        finally:
+            gathering.remove()
 
     @override
     def get_extra_results(self, trainer: Trainer) -> dict[str, Any]:

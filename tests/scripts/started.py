@@ -85,6 +85,7 @@ def fit(
         "pickled before": before,
         "pickled after": copies(run, run.strategy),
         "report survives": again == summary,
+        "weights": [type(each).__name__ for each in module.state_dict().values()],
         "updates": summary.updates,
         "groups": summary.groups,
         "loaded": sorted(saved),
