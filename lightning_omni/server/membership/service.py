@@ -16,7 +16,6 @@ from lightning_omni.errors import ProtocolError, Refused, StepFailed
 from lightning_omni.methods import REGISTRY
 from lightning_omni.server.collectives import CollectiveService
 from lightning_omni.server.membership.roster import TRAINED_TO_ITS_END, Member
-from lightning_omni.server.membership.timeouts import silent_ranks, stalled_groups
 from lightning_omni.server.replication import refusal_of
 from lightning_omni.server.run_context import RunContext
 from lightning_omni.server.service import Out, Payload, Peer, Sender, Service, as_tensor
@@ -188,9 +187,9 @@ class Membership:
 
     def tick(self, now: float) -> list[Out]:
         out, roster, limits = list[Out](), self._roster, self._limits
-        for rank, reason in list(stalled_groups(roster, now, limits.progress, self._collective_service.contributed)):
+        for rank, reason in list(limits.stalled(roster, now, self._collective_service.contributed)):
             out += self.lose(rank, reason)
-        for rank, reason in list(silent_ranks(roster, now, limits.silence_of(roster.joining), limits.join)):
+        for rank, reason in list(limits.silent(roster, now)):
             if roster.over:
                 roster.gone.add(rank)
             out += self.lose(rank, reason)

@@ -55,30 +55,27 @@ class TimeLimits:
         """Return for how many seconds a joining group's connection may be silent; 0 for no limit."""
         return self._joined_heartbeat if self.hears_connections and math.isfinite(self._joined_heartbeat) else 0.0
 
+    def silent(self, roster: Roster, now: float) -> Iterator[tuple[int, str]]:
+        timeout = self.silence_of(roster.joining)
+        for rank in roster.live:
+            member = roster.members.get(rank)
+            if member is None:
+                if now - roster.began > self.join:
+                    yield rank, f"rank {rank} did not join within {self.join:.0f} s"
+            elif now - member.last_seen > timeout:
+                yield rank, f"rank {rank} gave no sign of life for {timeout:.0f} s"
 
-def silent_ranks(roster: Roster, now: float, timeout: float, join_timeout: float) -> Iterator[tuple[int, str]]:
-    for rank in roster.live:
-        member = roster.members.get(rank)
-        if member is None:
-            if now - roster.began > join_timeout:
-                yield rank, f"rank {rank} did not join within {join_timeout:.0f} s"
-        elif now - member.last_seen > timeout:
-            yield rank, f"rank {rank} gave no sign of life for {timeout:.0f} s"
+    def stalled(self, roster: Roster, now: float, contributed: Container[int]) -> Iterator[tuple[int, str]]:
+        """Yield one rank of each group that is alive without progress for too long, with a message.
 
-
-def stalled_groups(
-    roster: Roster, now: float, timeout: float, contributed: Container[int]
-) -> Iterator[tuple[int, str]]:
-    """Yield one rank of each group that is alive without progress for too long, with a message.
-
-    A group is stalled only if none of its ranks makes progress. Ranks in ``contributed`` do not count: they wait
-    for all ranks. Groups whose loss would end the run are skipped.
-    """
-    for group in roster.formed.alive:
-        if roster.ends_with(group):
-            continue
-        ranks = [r for r in roster.formed.members(group) if r in roster.members and r not in roster.gone]
-        at_work = [roster.members[rank].got_on for rank in ranks if rank not in contributed]
-        if at_work and now - max(at_work) > timeout:
-            name = roster.formed.identity(group).name
-            yield ranks[0], f"group {name} is alive and has made no progress for {timeout:.0f} s"
+        A group is stalled only if none of its ranks makes progress. Ranks in ``contributed`` do not count: they wait
+        for all ranks. Groups whose loss would end the run are skipped.
+        """
+        for group in roster.formed.alive:
+            if roster.ends_with(group):
+                continue
+            ranks = [r for r in roster.formed.members(group) if r in roster.members and r not in roster.gone]
+            at_work = [roster.members[rank].got_on for rank in ranks if rank not in contributed]
+            if at_work and now - max(at_work) > self.progress:
+                name = roster.formed.identity(group).name
+                yield ranks[0], f"group {name} is alive and has made no progress for {self.progress:.0f} s"

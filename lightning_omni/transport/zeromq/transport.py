@@ -60,7 +60,6 @@ class ZeroMQ(Transport, frozen=True, kw_only=True, tag="zeromq"):
     def follow(
         self, core: ServerCore, coordinator: str, host: str = "", port: int = 0, data_port: int = 0
     ) -> ZeroMQServer:
-        self.check_address(coordinator)
         if not host and not is_private(coordinator):
             host = own_host(coordinator)
         server = self.serve(core, host, port, data_port)
